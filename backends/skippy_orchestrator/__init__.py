@@ -1,0 +1,1 @@
+"""The orchestrator: requests, text, sessions, scheduler and pipeline."""

@@ -1,0 +1,1 @@
+"""One pipeline stage: protocol, runtime, engines, KV cache, sampling and weights."""

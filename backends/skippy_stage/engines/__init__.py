@@ -1,0 +1,1 @@
+"""Stage engines: what computes a layer range."""
