@@ -1,0 +1,1 @@
+"""What a person runs: repository generation, serve, demo, doctor, documentation, benchmarks, load tests."""
