@@ -197,6 +197,16 @@ class OrchestratorSettings(Section, kw_only=True):
     sampling: SamplingSection = SamplingSection()
 
 
+def effective_context(wanted: int, model: int) -> int:
+    """The context limit in tokens: ``wanted``, or the model's own when that is 0.
+
+    Raises SettingsError when more is wanted than the model was made for.
+    """
+    if wanted > model:
+        raise SettingsError(f"model.context_tokens: got {wanted}, expected at most {model}, the model's own")
+    return wanted or model
+
+
 def parse_deployment(text: str, source: str = "deployment") -> Deployment:
     """Read a deployment from TOML; raises SettingsError naming the key and the limit."""
     try:

@@ -171,8 +171,8 @@ class FrameHeader(Message, tag="frame", kw_only=True):
     """Sessions that are over: their state is freed and their queued steps are skipped."""
     live_epochs: tuple[tuple[int, int], ...] = ()
     """(session, lowest epoch whose work still counts), for sessions that have stale work."""
-    frames_in_flight: int = 1
-    """Frames in the whole pipeline when this one was sent: stages that share cores share them fairly."""
+    busy_stages: int = 1
+    """Stages expected to compute while this frame does: stages that share cores divide them by it."""
 
 
 class StatusRequest(Message, tag="status", kw_only=True):
@@ -236,6 +236,8 @@ class StageStatus(Message, tag="stage", kw_only=True):
     kv_blocks: int
     kv_blocks_used: int = 0
     sessions: int = 0
+    pending: int = 0
+    """Frames accepted and not answered yet."""
     incarnation: int = 0
     last_frame: int = 0
     frames: int = 0

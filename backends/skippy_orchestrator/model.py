@@ -1,0 +1,125 @@
+"""Triton adapter of the orchestrator and its aliases: tensors to requests and back, nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from skippy_stage.errors import InvalidArgument
+from skippy_stage.settings import from_parameters
+from skippy_stage.weights import locate, open_checkpoint
+
+from skippy_orchestrator.deployment import OrchestratorSettings, effective_context
+from skippy_orchestrator.pipeline.bls import BlsTransport
+from skippy_orchestrator.relay import CANCEL_PARAMETER, RELAY_PARAMETER, RelayModel
+from skippy_orchestrator.requests import INPUTS
+from skippy_orchestrator.responses import ResponderSink, send_error, send_tensors
+from skippy_orchestrator.service import Service
+from skippy_orchestrator.text.tokenizer import TextModel
+
+
+class TritonPythonModel:
+    """The orchestrator as a decoupled Triton model, or one of its aliases (parameter ``alias_of``)."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the tokenizer and start the service; raises with the reason, which Triton shows at load."""
+        config = json.loads(args["model_config"])
+        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+        sys.setswitchinterval(0.001)
+        alias_of = parameters.pop("alias_of", "")
+        self._model = (
+            RelayModel(alias_of, int(parameters["max_requests"])) if alias_of else Orchestrator(parameters)
+        )
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests; never raises, every request is answered through its sender."""
+        self._model.execute(requests)
+
+    def finalize(self) -> None:
+        """Drain and stop all threads."""
+        self._model.finalize()
+
+
+class Orchestrator:
+    """Requests of the orchestrator model to the service."""
+
+    def __init__(self, parameters: dict[str, str]) -> None:
+        settings = from_parameters(OrchestratorSettings, parameters)
+        path = locate(settings.model)
+        context = effective_context(settings.context_tokens, open_checkpoint(path).config.context_length)
+        run_dir = os.environ.get("SKIPPY_RUN_DIR")
+        last = len(settings.stages) - 1
+        self._relayed: dict[str, int] = {}
+        self._service = Service(
+            settings,
+            TextModel.load(path),
+            context,
+            [BlsTransport(name, last=i == last) for i, name in enumerate(settings.stages)],
+            drain_file=Path(run_dir) / "drain" if run_dir else None,
+        )
+        self._service.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Validate and submit requests, answer status requests."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._receive(request, sender)
+            except Exception as error:
+                send_error(sender, error)
+
+    def _receive(self, request: Any, sender: Any) -> None:
+        inputs: dict[str, Any] = {}
+        for name in INPUTS:
+            tensor = pb_utils.get_input_tensor_by_name(request, name)
+            if tensor is not None:
+                inputs[name] = tensor.as_numpy()
+        parameters: dict[str, object] = json.loads(request.parameters() or "{}")
+        cancelled = parameters.pop(CANCEL_PARAMETER, None)
+        relay = parameters.pop(RELAY_PARAMETER, None)
+        if isinstance(cancelled, str):
+            self._service.cancel(self._relayed.get(cancelled, 0))
+        if "status" in inputs:
+            self._answer_status(inputs, sender)
+            return
+        generation = self._service.parse(inputs, parameters)
+        self._service.check_ready()
+        session = self._service.new_session()
+        sink = ResponderSink(sender)
+        if isinstance(relay, str):
+            # At once, so that a relay that waits for its first token holds no thread of the server's pool.
+            send_tensors(sender, [], final=False)
+            self._relayed[relay] = session
+            sink = RelayedSink(sender, self._relayed, relay)
+        self._service.submit(session, generation, sink)
+
+    def _answer_status(self, inputs: dict[str, Any], sender: Any) -> None:
+        others = [name for name in inputs if name != "status"]
+        if others:
+            raise InvalidArgument("status", True, f"no other input beside it, not {', '.join(others)}")
+        status = json.dumps(self._service.status()).encode()
+        send_tensors(sender, [pb_utils.Tensor("status", np.array([[status]], dtype=np.object_))], final=True)
+
+    def finalize(self) -> None:
+        """Drain and stop all threads."""
+        self._service.stop()
+
+
+class RelayedSink(ResponderSink):
+    """Answers a relayed request, and forgets its relay id with the last response."""
+
+    def __init__(self, sender: Any, relayed: dict[str, int], relay: str) -> None:
+        super().__init__(sender)
+        self._relayed = relayed
+        self._relay = relay
+
+    def send(self, request: Any, span: Any) -> None:
+        """Send a span as one response."""
+        super().send(request, span)
+        if span.final:
+            self._relayed.pop(self._relay, None)

@@ -1,0 +1,1 @@
+"""The pipeline: frames in flight over the links to the stages."""

@@ -1,0 +1,89 @@
+"""Stages in this server, reached by Triton's business logic scripting (BLS).
+
+Calls are blocking ``exec(decoupled=True)`` from a thread of our own: it returns at the stage's first
+response, the acknowledgement. ``async_exec`` is slower (it is run_in_executor over exec) and has a
+use-after-free before release 26.07, so it is never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import triton_python_backend_utils as pb_utils
+from skippy_stage import protocol
+from skippy_stage.engines.base import Hidden
+from skippy_stage.errors import ProtocolError, StageFault
+from skippy_stage.protocol import FrameHeader, FrameResult, StageStatus, StatusRequest
+
+
+class BlsPending:
+    """A frame that a stage of this server has acknowledged."""
+
+    def __init__(self, stage: str, responses: Iterator[Any]) -> None:
+        self._stage = stage
+        self._responses = responses
+
+    def wait(self) -> tuple[FrameResult, Hidden | None]:
+        """Block until the frame's result is there, as copies: shared memory is given back at once."""
+        reply, hidden = _first_result(self._stage, self._responses)
+        if not isinstance(reply, FrameResult):
+            raise ProtocolError(f"{self._stage} answered a frame with {type(reply).__name__}")
+        return reply, hidden
+
+
+class BlsTransport:
+    """Frames to one stage model of this server; the last one has no hidden rows to give."""
+
+    def __init__(self, name: str, *, last: bool) -> None:
+        self.name = name
+        self._outputs = [protocol.TENSOR_RESULT] if last else [protocol.TENSOR_RESULT, protocol.TENSOR_HIDDEN]
+
+    def send(self, header: FrameHeader, tokens: npt.NDArray[np.int32], hidden: Hidden | None) -> BlsPending:
+        """Send a frame; returns when the stage has acknowledged it."""
+        tensors = [_header_tensor(header)]
+        if len(tokens):
+            tensors.append(pb_utils.Tensor(protocol.TENSOR_TOKENS, tokens))
+        if hidden is not None:
+            tensors.append(pb_utils.Tensor(protocol.TENSOR_HIDDEN, hidden))
+        responses = self._exec(tensors, self._outputs)
+        acknowledgement = next(responses, None)
+        if acknowledgement is None:
+            raise StageFault(self.name, "no acknowledgement")
+        if acknowledgement.has_error():
+            raise StageFault(self.name, acknowledgement.error().message())
+        return BlsPending(self.name, responses)
+
+    def status(self, *, check_integrity: bool = False) -> StageStatus:
+        """Ask the stage model for its status."""
+        request = StatusRequest(check_integrity=check_integrity)
+        reply, _ = _first_result(self.name, self._exec([_header_tensor(request)], [protocol.TENSOR_RESULT]))
+        if not isinstance(reply, StageStatus):
+            raise ProtocolError(f"{self.name} answered a status request with {type(reply).__name__}")
+        return reply
+
+    def _exec(self, tensors: list[Any], outputs: list[str]) -> Iterator[Any]:
+        request = pb_utils.InferenceRequest(
+            model_name=self.name, requested_output_names=outputs, inputs=tensors
+        )
+        return iter(request.exec(decoupled=True))
+
+
+def _header_tensor(message: protocol.Request) -> Any:
+    return pb_utils.Tensor(protocol.TENSOR_HEADER, np.frombuffer(protocol.encode(message), np.uint8))
+
+
+def _first_result(stage: str, responses: Iterator[Any]) -> tuple[protocol.Reply, Hidden | None]:
+    """The first response with a result; the empty ones around it are the acknowledgement and FINAL."""
+    for response in responses:
+        if response.has_error():
+            raise StageFault(stage, response.error().message())
+        result = pb_utils.get_output_tensor_by_name(response, protocol.TENSOR_RESULT)
+        if result is None:
+            continue
+        hidden = pb_utils.get_output_tensor_by_name(response, protocol.TENSOR_HIDDEN)
+        copied = None if hidden is None else hidden.as_numpy().copy()
+        return protocol.decode_reply(result.as_numpy().tobytes()), copied
+    raise StageFault(stage, "ended a call without a result")

@@ -1,0 +1,144 @@
+"""A link: the ordered way to one stage.
+
+One dispatcher thread sends frames in order and waits for each acknowledgement; one reader thread takes the
+results, in the same order. Two threads that send to one stage would reorder frames, and a call that waits
+for its result instead of an early acknowledgement would hold a thread of the server's pool.
+
+``depth`` frames may be outstanding. A call to a stage that died may never return: no thread is joined
+without a limit, and a stopped link's threads end by themselves when their call does.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from skippy_stage.engines.base import Hidden
+from skippy_stage.protocol import FrameHeader, FrameResult, StageStatus
+
+from skippy_orchestrator.pipeline.flight import Flight
+
+log = logging.getLogger(__name__)
+
+
+class Pending(Protocol):
+    """A frame that a stage has acknowledged."""
+
+    def wait(self) -> tuple[FrameResult, Hidden | None]:
+        """Block until the frame's result is there; raises SkippyError when it never will be."""
+        ...
+
+
+class Transport(Protocol):
+    """What carries frames to a stage: BLS inside a server, a function call in one process."""
+
+    @property
+    def name(self) -> str:
+        """The stage's name."""
+        ...
+
+    def send(self, header: FrameHeader, tokens: npt.NDArray[np.int32], hidden: Hidden | None) -> Pending:
+        """Send a frame and block until it is acknowledged; raises SkippyError when it is refused."""
+        ...
+
+    def status(self, *, check_integrity: bool = False) -> StageStatus:
+        """Ask for the stage's status, outside the order of frames; raises SkippyError without answer."""
+        ...
+
+
+OnResult = Callable[[Flight, FrameResult, Hidden | None], None]
+OnFailure = Callable[[str, str], None]
+MakeHeader = Callable[[Flight], FrameHeader]
+
+
+class Link:
+    """Frames on their way to one stage and back."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        depth: int,
+        make_header: MakeHeader,
+        on_result: OnResult,
+        on_failure: OnFailure,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = transport.name
+        self._transport = transport
+        self._make_header = make_header
+        self._on_result = on_result
+        self._on_failure = on_failure
+        self._clock = clock
+        self._places = threading.Semaphore(depth)
+        self._to_send: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+        self._to_read: queue.SimpleQueue[tuple[Flight, Pending] | None] = queue.SimpleQueue()
+        self._sent_at: deque[float] = deque()
+        self._stopped = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(loop,), name=f"{self.name}-{role}", daemon=True)
+            for role, loop in (("dispatcher", self._dispatch), ("reader", self._read))
+        ]
+
+    def start(self) -> None:
+        """Start both threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, flight: Flight) -> None:
+        """Queue a frame; never blocks."""
+        self._to_send.put(flight)
+
+    def overdue(self, now: float, limit_s: float) -> bool:
+        """Whether the oldest outstanding frame has been with the stage for longer than ``limit_s``."""
+        try:
+            return now - self._sent_at[0] > limit_s
+        except IndexError:
+            return False
+
+    def stop(self) -> None:
+        """Take no more frames and report nothing any more; does not wait."""
+        self._stopped.set()
+        self._to_send.put(None)
+        self._to_read.put(None)
+        self._places.release()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the threads of a stopped link, ``timeout`` s in all; False when one is still stuck."""
+        deadline = self._clock() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except Exception as error:
+            if not self._stopped.is_set():
+                log.warning("%s: %s", self.name, error)
+                self._on_failure(self.name, str(error))
+
+    def _dispatch(self) -> None:
+        while (flight := self._to_send.get()) is not None:
+            self._places.acquire()
+            if self._stopped.is_set():
+                return
+            self._sent_at.append(self._clock())
+            pending = self._transport.send(self._make_header(flight), flight.tokens(), flight.hidden)
+            self._to_read.put((flight, pending))
+
+    def _read(self) -> None:
+        while (item := self._to_read.get()) is not None:
+            flight, pending = item
+            result, hidden = pending.wait()
+            if self._stopped.is_set():
+                return
+            self._sent_at.popleft()
+            self._places.release()
+            self._on_result(flight, result, hidden)

@@ -1,0 +1,63 @@
+"""Stages in this process: for tests, and for measuring what the server adds."""
+
+from __future__ import annotations
+
+import queue
+
+import numpy as np
+import numpy.typing as npt
+from skippy_stage.engines.base import Hidden
+from skippy_stage.errors import SkippyError
+from skippy_stage.protocol import FrameHeader, FrameResult, StageStatus, decode_request, encode
+from skippy_stage.runtime import StageRuntime
+from skippy_stage.worker import StageWorker
+
+
+class LocalPending:
+    """A frame that a stage in this process has queued."""
+
+    def __init__(self) -> None:
+        self._results: queue.SimpleQueue[tuple[FrameResult, Hidden | None] | SkippyError] = queue.SimpleQueue()
+
+    def put(self, result: tuple[FrameResult, Hidden | None] | SkippyError) -> None:
+        """The stage answers."""
+        self._results.put(result)
+
+    def wait(self) -> tuple[FrameResult, Hidden | None]:
+        """Block until the stage has answered."""
+        result = self._results.get()
+        if isinstance(result, SkippyError):
+            raise result
+        return result
+
+
+class LocalTransport:
+    """Calls a stage runtime directly, with a worker thread of its own; headers are encoded all the same."""
+
+    def __init__(self, name: str, runtime: StageRuntime[LocalPending]) -> None:
+        self.name = name
+        self.runtime = runtime
+        self._worker = StageWorker(runtime, _respond, name)
+        self._worker.start()
+
+    def send(self, header: FrameHeader, tokens: npt.NDArray[np.int32], hidden: Hidden | None) -> LocalPending:
+        """Queue a frame with the stage."""
+        decoded = decode_request(encode(header))
+        if not isinstance(decoded, FrameHeader):
+            raise SkippyError(f"a {type(decoded).__name__} sent as a frame")
+        pending = LocalPending()
+        for old in self.runtime.accept(decoded, tokens, hidden, pending):
+            old.put(SkippyError("the pipeline started anew before this frame ran"))
+        return pending
+
+    def status(self, *, check_integrity: bool = False) -> StageStatus:
+        """The stage's status."""
+        return self.runtime.status(check_integrity=check_integrity)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop the stage's worker."""
+        self._worker.stop(timeout)
+
+
+def _respond(pending: LocalPending, result: FrameResult, hidden: Hidden | None) -> None:
+    pending.put((result, hidden))

@@ -1,0 +1,121 @@
+"""The links of one incarnation and the frames in flight on them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from skippy_stage.engines.base import Hidden
+from skippy_stage.protocol import FrameHeader, FrameResult, StepStatus
+
+from skippy_orchestrator.core import Frame
+from skippy_orchestrator.pipeline.flight import Flight
+from skippy_orchestrator.pipeline.link import Link, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLeftFirstStage:
+    """Stage 0 has answered a frame."""
+
+    incarnation: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrameDone:
+    """A frame has left the pipeline; one status per step."""
+
+    incarnation: int
+    number: int
+    statuses: Sequence[StepStatus]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineFailed:
+    """A link broke: the outcome of what is in flight is unknown."""
+
+    incarnation: int
+    stage: str
+    message: str
+
+
+PipelineEvent: TypeAlias = FrameLeftFirstStage | FrameDone | PipelineFailed
+
+
+class Pipeline:
+    """All links of a deployment, for one incarnation.
+
+    Events come from the links' threads, in frame order per link; after PipelineFailed or ``stop`` there
+    are no more.
+    """
+
+    def __init__(
+        self,
+        transports: Sequence[Transport],
+        incarnation: int,
+        frames_per_link: int,
+        on_event: Callable[[PipelineEvent], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.incarnation = incarnation
+        self._names = [transport.name for transport in transports]
+        self._on_event = on_event
+        self._in_flight = 0
+        self._lock = threading.Lock()
+        self._failed = False
+        self._links = [
+            Link(transport, frames_per_link, self._header, self._on_result, self._on_failure, clock)
+            for transport in transports
+        ]
+        for link in self._links:
+            link.start()
+
+    def submit(self, frame: Frame) -> None:
+        """Send a frame on its way; never blocks. Frames go in the order of their numbers."""
+        with self._lock:
+            self._in_flight += 1
+        self._links[0].submit(Flight(frame, self._names))
+
+    def check_deadlines(self, now: float, limit_s: float) -> None:
+        """Fail the pipeline when a frame has been with a stage for longer than ``limit_s``."""
+        for link in self._links:
+            if link.overdue(now, limit_s):
+                self._on_failure(link.name, f"no answer within {limit_s:g} s")
+
+    def fail(self, stage: str, message: str) -> None:
+        """Somebody else knows that a stage is gone."""
+        self._on_failure(stage, message)
+
+    def stop(self, timeout: float) -> bool:
+        """Stop the links; False when a thread is still stuck in a call after ``timeout`` s in all."""
+        for link in self._links:
+            link.stop()
+        deadline = time.monotonic() + timeout
+        ended = [link.join(max(0.0, deadline - time.monotonic())) for link in self._links]
+        return all(ended)
+
+    def _header(self, flight: Flight) -> FrameHeader:
+        return flight.header(self.incarnation, min(len(self._links), self._in_flight))
+
+    def _on_result(self, flight: Flight, result: FrameResult, hidden: Hidden | None) -> None:
+        flight.advance(result, hidden)
+        if flight.stage == 1:
+            self._on_event(FrameLeftFirstStage(self.incarnation, flight.frame.number))
+        if flight.done:
+            with self._lock:
+                self._in_flight -= 1
+            self._on_event(FrameDone(self.incarnation, flight.frame.number, flight.statuses))
+        else:
+            self._links[flight.stage].submit(flight)
+
+    def _on_failure(self, stage: str, message: str) -> None:
+        with self._lock:
+            if self._failed:
+                return
+            self._failed = True
+        for link in self._links:
+            link.stop()
+        self._on_event(PipelineFailed(self.incarnation, stage, message))

@@ -1,0 +1,141 @@
+"""Alias models: another name for the orchestrator, relayed so that a cancel gets through.
+
+A Triton ensemble passes everything on but a client's cancel. A relay takes the request, calls the
+orchestrator with a relay id of its own making, forwards every response, and when its client cancels sends
+the orchestrator a cancel for that id. The parameter's name begins with ``triton_``, which the server's
+endpoints refuse from clients, so nobody outside can cancel by guessing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from skippy_stage.errors import Unavailable
+
+from skippy_orchestrator.requests import INPUTS, OUTPUTS
+from skippy_orchestrator.responses import send_error, send_tensors
+
+RELAY_PARAMETER = "triton_skippy_relay"
+CANCEL_PARAMETER = "triton_skippy_cancel"
+_POLL_S = 0.05
+_CANCEL_AGAIN_S = 0.5
+"""A cancel can overtake its request, so it is sent again until the request has ended."""
+
+log = logging.getLogger(__name__)
+
+
+class RelayModel:
+    """The alias as a Triton model: one thread per running request, one that watches for cancels."""
+
+    def __init__(self, target: str, max_requests: int) -> None:
+        self._target = target
+        self._max_requests = max_requests
+        self._senders: dict[str, Any] = {}
+        self._cancel_sent: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._poller = threading.Thread(target=self._poll, name="relay-poller", daemon=True)
+        self._poller.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Start a relay for every request; never raises."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._start(request, sender)
+            except Exception as error:
+                send_error(sender, error)
+
+    def finalize(self) -> None:
+        """End what is still running and stop watching."""
+        self._stopping.set()
+        self._poller.join(1.0)
+
+    def _start(self, request: Any, sender: Any) -> None:
+        inputs = []
+        for name in INPUTS:
+            tensor = pb_utils.get_input_tensor_by_name(request, name)
+            if tensor is not None:
+                inputs.append(pb_utils.Tensor(name, tensor.as_numpy().copy()))
+        relay = secrets.token_hex(16)
+        parameters = {**json.loads(request.parameters() or "{}"), RELAY_PARAMETER: relay}
+        call = pb_utils.InferenceRequest(
+            model_name=self._target,
+            requested_output_names=list(OUTPUTS),
+            inputs=inputs,
+            request_id=request.request_id(),
+            parameters=parameters,
+        )
+        with self._lock:
+            if len(self._senders) >= self._max_requests:
+                raise Unavailable(f"{self._max_requests} requests are relayed already, retry later")
+            self._senders[relay] = sender
+        threading.Thread(target=self._relay, args=(relay, call, sender), name="relay", daemon=True).start()
+
+    def _relay(self, relay: str, call: Any, sender: Any) -> None:
+        try:
+            _forward(iter(call.exec(decoupled=True)), sender)
+        except Exception as error:
+            send_error(sender, error)
+        finally:
+            with self._lock:
+                del self._senders[relay]
+                self._cancel_sent.pop(relay, None)
+
+    def _poll(self) -> None:
+        while not self._stopping.wait(_POLL_S):
+            now = time.monotonic()
+            with self._lock:
+                recent = {r for r, at in self._cancel_sent.items() if now - at < _CANCEL_AGAIN_S}
+                watched = [(r, s) for r, s in self._senders.items() if r not in recent]
+            for relay, sender in watched:
+                if sender.is_cancelled():
+                    with self._lock:
+                        if relay in self._senders:
+                            self._cancel_sent[relay] = now
+                    threading.Thread(target=self._cancel, args=(relay,), daemon=True).start()
+
+    def _cancel(self, relay: str) -> None:
+        call = pb_utils.InferenceRequest(
+            model_name=self._target,
+            requested_output_names=["status"],
+            inputs=[pb_utils.Tensor("status", np.array([[True]]))],
+            parameters={CANCEL_PARAMETER: relay},
+        )
+        try:
+            for response in call.exec(decoupled=True):
+                if response.has_error():
+                    log.warning("a cancel was not taken: %s", response.error().message())
+        except Exception:
+            log.exception("a cancel could not be sent")
+
+
+def _forward(responses: Iterator[Any], sender: Any) -> None:
+    """Pass every response on; the one with a finish reason, a status or an error carries FINAL."""
+    ended = False
+    for response in responses:
+        if ended:
+            continue
+        if response.has_error():
+            sender.send(
+                pb_utils.InferenceResponse(output_tensors=[], error=response.error()),
+                flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+            )
+            ended = True
+            continue
+        tensors = [pb_utils.Tensor(t.name(), t.as_numpy().copy()) for t in response.output_tensors()]
+        if tensors:
+            by_name = {tensor.name(): tensor for tensor in tensors}
+            reason = by_name.get("finish_reason")
+            ended = "status" in by_name or (reason is not None and bool(reason.as_numpy().flat[0]))
+            send_tensors(sender, tensors, final=ended)
+    if not ended:
+        raise RuntimeError("the orchestrator ended a call without a last response")

@@ -1,0 +1,99 @@
+"""The scheduler: which steps of which sessions make the next frame. Pure policy.
+
+* Decode rows come first, so running streams never wait for a prompt; beside them a frame carries prefill
+  rows of at most one chunk size, so the time between two tokens stays bounded by one chunk.
+* Prompts take turns chunk by chunk: a short one is not stuck behind a long one.
+* Decoding sessions are spread over as many groups as there are stages, each in a frame of its own, so all
+  stages work at the same time. Groups smaller than ``min_group_rows`` are not worth it: a batch costs
+  little more than one row, so few sessions travel together. A group that comes back while all groups'
+  frames are out waits for the others and joins them, which keeps groups even.
+* A frame is built only when stage 0 has a place for it: sessions that become ready meanwhile travel
+  together, as a batch.
+"""
+
+from __future__ import annotations
+
+from skippy_stage.protocol import RowStep, rows_of
+
+from skippy_orchestrator.deployment import SchedulerSection
+from skippy_orchestrator.sessions import Phase, Session
+
+
+class Scheduler:
+    """Running sessions by what they wait for."""
+
+    def __init__(self, settings: SchedulerSection, chunk_tokens: int, stages: int) -> None:
+        self._settings = settings
+        self._chunk_tokens = chunk_tokens
+        self._stages = stages
+        self._prefilling: dict[int, Session] = {}
+        self._ready: dict[int, Session] = {}
+        self._decoding: set[int] = set()
+
+    def add(self, session: Session) -> None:
+        """A session was admitted."""
+        self._prefilling[session.id] = session
+
+    def remove(self, session: Session) -> None:
+        """A session has ended."""
+        self._prefilling.pop(session.id, None)
+        self._ready.pop(session.id, None)
+        self._decoding.discard(session.id)
+
+    def update(self, session: Session) -> None:
+        """A step of a running session has completed: it may be ready for the next."""
+        if session.phase is Phase.DECODE and not session.steps_in_flight:
+            self._ready[session.id] = session
+
+    @property
+    def groups(self) -> int:
+        """Frames over which decoding sessions are spread."""
+        return max(1, min(self._stages, len(self._decoding) // self._settings.min_group_rows))
+
+    def pick(self, decode_frames: int) -> list[tuple[Session, RowStep]]:
+        """Choose the steps of the next frame, ``decode_frames`` with decode rows being in flight.
+
+        The caller dispatches every step it is given; sessions are taken off the ready list here.
+        """
+        room = self._settings.max_frame_rows
+        picks = self._pick_decode(room) if decode_frames < self.groups else []
+        if picks:
+            room = min(room - len(picks), self._chunk_tokens)
+        for session in list(self._prefilling.values()):
+            step = session.next_step(room)
+            if step is None:
+                continue
+            picks.append((session, step))
+            room -= rows_of(step)
+            del self._prefilling[session.id]
+            self._prefilling[session.id] = session
+            if room < 1:
+                break
+        return picks
+
+    def _pick_decode(self, room: int) -> list[tuple[Session, RowStep]]:
+        share = -(-len(self._decoding) // self.groups) if self._decoding else 0
+        picks: list[tuple[Session, RowStep]] = []
+        for session in list(self._ready.values())[: min(room, share)]:
+            del self._ready[session.id]
+            step = session.next_step(1)
+            if step is not None:
+                picks.append((session, step))
+        return picks
+
+    def dispatched(self, session: Session) -> None:
+        """A picked step of the session is in a frame now; its prompt may be all on its way."""
+        if session.phase is Phase.DECODE and session.id in self._prefilling:
+            del self._prefilling[session.id]
+            self._decoding.add(session.id)
+
+    def check_integrity(self, running: dict[int, Session]) -> None:
+        """Raise AssertionError when a running session is on no list, or on a wrong one."""
+        known = self._prefilling.keys() | self._decoding
+        assert known == running.keys(), f"scheduler knows {known ^ running.keys()} by mistake"
+        assert self._ready.keys() <= self._decoding, "a session is ready to decode before its prompt is done"
+        for name, session in self._prefilling.items():
+            assert session.phase is Phase.PREFILL, f"session {name} is in {session.phase} on the prefill list"
+        for name in self._decoding:
+            idle = not running[name].steps_in_flight
+            assert idle == (name in self._ready), f"session {name} is idle: {idle}, ready: {not idle}"

@@ -1,0 +1,346 @@
+"""The service: the core driven by one thread, the pipeline by others; no Triton here.
+
+Requests come in by ``submit`` from any thread and are answered through their sink, always: by spans and a
+last one, or by an error. The core thread is the only one that touches the core. It starts a pipeline when
+all stages agree, ends it when a stage is lost, and then waits until they agree again.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from skippy_stage.errors import SkippyError, StageFault, Unavailable
+from skippy_stage.protocol import StageStatus
+
+from skippy_orchestrator.core import Core, CoreCounters
+from skippy_orchestrator.deployment import OrchestratorSettings
+from skippy_orchestrator.kv_budget import KvBudget
+from skippy_orchestrator.pipeline.link import Transport
+from skippy_orchestrator.pipeline.monitor import Monitor, StageHealth
+from skippy_orchestrator.pipeline.pipeline import (
+    FrameDone,
+    FrameLeftFirstStage,
+    Pipeline,
+    PipelineEvent,
+    PipelineFailed,
+)
+from skippy_orchestrator.requests import GenerationRequest, parse_request
+from skippy_orchestrator.sending import OutputStream, Senders, Sink, Span, span_of
+from skippy_orchestrator.sessions import Commit
+from skippy_orchestrator.text.stream import TextStream
+from skippy_orchestrator.text.tokenizer import TextModel
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.05
+_STOP_LIMIT_S = 2.0
+_DRAINING = "the server is shutting down"
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    session: int
+    request: GenerationRequest
+    stream: OutputStream
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+Event: TypeAlias = PipelineEvent | _Submit | _Cancel | _Stop
+
+
+class Service:
+    """A deployment that serves."""
+
+    def __init__(
+        self,
+        settings: OrchestratorSettings,
+        text: TextModel,
+        context_tokens: int,
+        transports: Sequence[Transport],
+        drain_file: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._text = text
+        self._context_tokens = context_tokens
+        self._transports = list(transports)
+        self._drain_file = drain_file
+        self._clock = clock
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._streams: dict[int, OutputStream] = {}
+        self._counters = CoreCounters()
+        self._core: Core | None = None
+        self._pipeline: Pipeline | None = None
+        self._pids: list[int] = []
+        self._draining = False
+        self._reason = "starting"
+        self._integrity = ""
+        self._stopped = threading.Event()
+        self._senders = Senders()
+        limits = settings.limits
+        self._monitor = Monitor(
+            transports, limits.heartbeat_interval_s, limits.heartbeat_timeout_s, text.vocab_size, clock
+        )
+        self._thread = threading.Thread(target=self._run, name="core", daemon=True)
+        self._poller = threading.Thread(target=self._poll_cancels, name="cancel-poller", daemon=True)
+
+    def start(self) -> None:
+        """Start serving; requests get UNAVAILABLE until all stages agree."""
+        self._thread.start()
+        self._poller.start()
+
+    # Any thread.
+
+    def check_ready(self) -> None:
+        """Raise Unavailable, saying why, unless requests are served now."""
+        reason = self._reason
+        if reason:
+            raise Unavailable(reason)
+
+    def parse(
+        self, inputs: Mapping[str, npt.NDArray[np.generic]], parameters: Mapping[str, object]
+    ) -> GenerationRequest:
+        """Check a request's tensors and parameters; raises InvalidArgument naming the field."""
+        return parse_request(
+            inputs,
+            parameters,
+            self._text,
+            self._settings.limits,
+            self._settings.sampling,
+            self._context_tokens,
+            lambda: secrets.randbits(64),
+        )
+
+    def new_session(self) -> int:
+        """A name for a session."""
+        return secrets.randbits(63)
+
+    def submit(self, session: int, request: GenerationRequest, sink: Sink) -> None:
+        """Take a request; all that follows, refusals included, comes through the sink."""
+        self._events.put(_Submit(session, request, OutputStream(request, sink)))
+
+    def cancel(self, session: int) -> None:
+        """End a session because its client wants no more; unknown ones are ignored."""
+        self._events.put(_Cancel(session))
+
+    def status(self) -> dict[str, Any]:
+        """What an operator wants to know, as plain data."""
+        health = self._monitor.health()
+        core = self._core
+        return {
+            "ready": not self._reason,
+            "reason": self._reason,
+            "draining": self._draining,
+            "model": self._settings.model,
+            "context_tokens": self._context_tokens,
+            "active": core.active if core else 0,
+            "waiting": core.waiting if core else 0,
+            "incarnation": self._pipeline.incarnation if self._pipeline else 0,
+            "integrity": self._integrity,
+            "counters": {name: getattr(self._counters, name) for name in CoreCounters.__slots__},
+            "stages": [_stage_status(stage) for stage in health],
+        }
+
+    def stop(self) -> None:
+        """Refuse new requests, let running ones finish within the drain limit, end the rest, free all."""
+        self._draining = True
+        deadline = self._clock() + self._settings.limits.drain_timeout_s
+        while self._streams and self._clock() < deadline and not self._reason.startswith("lost"):
+            time.sleep(_TICK_S)
+        self._events.put(_Stop())
+        self._thread.join(_STOP_LIMIT_S * 2)
+        self._stopped.set()
+        self._monitor.stop()
+        self._senders.stop(_STOP_LIMIT_S)
+        self._poller.join(_STOP_LIMIT_S)
+
+    # The core thread.
+
+    def _run(self) -> None:
+        next_tick = 0.0
+        while True:
+            try:
+                event: Event | None = self._events.get(timeout=_TICK_S)
+            except queue.Empty:
+                event = None
+            while event is not None:
+                if isinstance(event, _Stop):
+                    self._end_pipeline(Unavailable(_DRAINING))
+                    return
+                self._safely(self._handle, event)
+                try:
+                    event = self._events.get_nowait()
+                except queue.Empty:
+                    event = None
+            self._safely(self._pump)
+            now = self._clock()
+            if now >= next_tick:
+                next_tick = now + _TICK_S
+                self._safely(self._tick, now)
+
+    def _safely(self, call: Callable[..., None], *args: object) -> None:
+        """A bug in the core must not silence it: it ends the pipeline's sessions, and serving goes on."""
+        try:
+            call(*args)
+        except Exception as error:
+            log.exception("the core failed")
+            self._lose_pipeline(StageFault("orchestrator", str(error)))
+
+    def _handle(self, event: Event) -> None:
+        core, pipeline = self._core, self._pipeline
+        if isinstance(event, _Submit):
+            self._submit(event)
+        elif isinstance(event, _Cancel):
+            if core is not None:
+                core.cancel(event.session)
+        elif core is None or pipeline is None or getattr(event, "incarnation", 0) != pipeline.incarnation:
+            return
+        elif isinstance(event, FrameLeftFirstStage):
+            core.frame_left_first_stage(event.number)
+        elif isinstance(event, FrameDone):
+            core.frame_done(event.number, event.statuses)
+        elif isinstance(event, PipelineFailed):
+            self._lose_pipeline(StageFault(event.stage, event.message))
+
+    def _submit(self, event: _Submit) -> None:
+        core = self._core
+        try:
+            if core is None or self._draining:
+                raise Unavailable(_DRAINING if self._draining else self._reason)
+            text = TextStream(self._text, event.request.stop_words)
+            core.submit(event.session, event.request, text, self._clock())
+        except SkippyError as error:
+            self._senders.post(event.stream, Span(error=error))
+        except Exception as error:
+            log.exception("a request could not be taken")
+            self._senders.post(event.stream, Span(error=SkippyError(f"orchestrator: {error}")))
+        else:
+            self._streams[event.session] = event.stream
+
+    def _pump(self) -> None:
+        core, pipeline = self._core, self._pipeline
+        if core is None or pipeline is None:
+            return
+        while (frame := core.next_frame()) is not None:
+            pipeline.submit(frame)
+        self._publish(core)
+
+    def _publish(self, core: Core) -> None:
+        for output in core.take_outputs():
+            span = span_of(output) if isinstance(output, Commit) else Span(error=output.error)
+            stream = self._streams.get(output.session)
+            if stream is None:
+                continue
+            if span.final:
+                del self._streams[output.session]
+            self._senders.post(stream, span)
+
+    def _tick(self, now: float) -> None:
+        if self._drain_file is not None and not self._draining and self._drain_file.exists():
+            self._draining = True
+        health = self._monitor.health()
+        problem = self._monitor.problem(health)
+        if self._pipeline is None:
+            if not problem and not self._draining:
+                self._begin_pipeline([stage.status for stage in health if stage.status])
+            elif problem:
+                self._reason = problem
+        else:
+            pids = [stage.status.pid if stage.status else 0 for stage in health]
+            lost = next((s for s in health if s.reason), None)
+            restarted = next((s for s, old, new in zip(health, self._pids, pids, strict=True) if old != new), None)
+            if lost is not None:
+                self._pipeline.fail(lost.name, lost.reason)
+            elif restarted is not None:
+                self._pipeline.fail(restarted.name, "has restarted")
+            self._pipeline.check_deadlines(now, self._settings.limits.frame_deadline_s)
+        if self._core is not None:
+            self._core.tick(now)
+            self._publish(self._core)
+            if self._core.idle:
+                self._check_integrity(self._core)
+        if self._draining:
+            self._reason = _DRAINING
+
+    def _check_integrity(self, core: Core) -> None:
+        try:
+            core.check_integrity()
+            self._integrity = ""
+        except AssertionError as error:
+            self._integrity = str(error) or "integrity check failed"
+
+    def _begin_pipeline(self, stages: Sequence[StageStatus]) -> None:
+        stuck = next((stage for stage in stages if stage.pending), None)
+        if stuck is not None and self._pids:
+            self._reason = f"{stuck.name}: is still busy with a frame of the last pipeline"
+            return
+        settings = self._settings
+        budget = KvBudget(min(s.kv_blocks for s in stages), max(s.kv_block_tokens for s in stages))
+        self._pids = [stage.pid for stage in stages]
+        self._core = Core(
+            len(stages),
+            budget,
+            self._text.eog_ids,
+            settings.scheduler,
+            settings.prefill,
+            settings.limits,
+            self._counters,
+        )
+        incarnation = secrets.randbits(63)
+        self._pipeline = Pipeline(
+            self._transports, incarnation, settings.scheduler.frames_per_link, self._events.put, self._clock
+        )
+        self._reason = ""
+
+    def _lose_pipeline(self, error: StageFault) -> None:
+        self._reason = f"lost {error.message}"
+        self._end_pipeline(error, Unavailable(self._reason))
+
+    def _end_pipeline(self, error: SkippyError, waiting_error: SkippyError | None = None) -> None:
+        core, pipeline = self._core, self._pipeline
+        self._core = self._pipeline = None
+        if core is not None:
+            core.fail_all(error, waiting_error)
+            self._publish(core)
+        if pipeline is not None:
+            pipeline.stop(0.0)
+
+    # The thread that watches clients.
+
+    def _poll_cancels(self) -> None:
+        while not self._stopped.wait(_TICK_S):
+            for session, stream in list(self._streams.items()):
+                try:
+                    cancelled = stream.sink.is_cancelled()
+                except Exception:
+                    log.exception("a client's state could not be read")
+                    cancelled = True
+                if cancelled:
+                    self.cancel(session)
+
+
+def _stage_status(stage: StageHealth) -> dict[str, Any]:
+    known = stage.status
+    plain: dict[str, Any] = {}
+    if known is not None:
+        plain = {name: getattr(known, name) for name in known.__struct_fields__}
+    return {**plain, "name": stage.name, "ready": not stage.reason, "reason": stage.reason}

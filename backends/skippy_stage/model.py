@@ -1,0 +1,106 @@
+"""Triton adapter of a stage: tensors to frames and back, nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from skippy_stage.engines.environment import prepare_environment
+
+prepare_environment()
+
+from skippy_stage import protocol  # noqa: E402
+from skippy_stage.engines import create_engine  # noqa: E402
+from skippy_stage.engines.base import Hidden  # noqa: E402
+from skippy_stage.errors import ProtocolError, SkippyError  # noqa: E402
+from skippy_stage.runtime import StageRuntime  # noqa: E402
+from skippy_stage.settings import StageSettings, from_parameters  # noqa: E402
+from skippy_stage.worker import StageWorker  # noqa: E402
+
+_STOP_LIMIT_S = 10.0
+
+
+class TritonPythonModel:
+    """One stage as a decoupled Triton model."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the stage's layers; raises with the reason, which Triton shows at load."""
+        parameters = json.loads(args["model_config"])["parameters"]
+        settings = from_parameters(StageSettings, {key: p["string_value"] for key, p in parameters.items()})
+        sys.setswitchinterval(0.001)
+        self._engine = create_engine(settings)
+        self._runtime: StageRuntime[Any] = StageRuntime(
+            self._engine, settings.name, settings.index, threads=settings.threads
+        )
+        self._worker: StageWorker[Any] = StageWorker(self._runtime, _respond, settings.name)
+        self._worker.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Acknowledge and queue frames, answer status requests; never raises."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._receive(request, sender)
+            except SkippyError as error:
+                _refuse(sender, error.message)
+            except Exception as error:
+                _refuse(sender, f"{type(error).__name__}: {error}")
+
+    def _receive(self, request: Any, sender: Any) -> None:
+        header = _array(request, protocol.TENSOR_HEADER)
+        if header is None:
+            raise ProtocolError("a frame without a header")
+        message = protocol.decode_request(header.tobytes())
+        if isinstance(message, protocol.StatusRequest):
+            status = self._runtime.status(check_integrity=message.check_integrity)
+            _send(sender, [_bytes_tensor(protocol.encode(status))], final=True)
+            return
+        tokens = _array(request, protocol.TENSOR_TOKENS)
+        hidden = _array(request, protocol.TENSOR_HIDDEN)
+        # Before the frame is queued: the worker may answer it at once, and nothing may follow FINAL.
+        _send(sender, [], final=False)
+        dropped = self._runtime.accept(
+            message,
+            np.empty(0, np.int32) if tokens is None else tokens.copy(),
+            None if hidden is None else hidden.copy(),
+            sender,
+        )
+        for old in dropped:
+            _refuse(old, "the pipeline started anew before this frame ran")
+
+    def finalize(self) -> None:
+        """Stop the worker and free the engine."""
+        if self._worker.stop(_STOP_LIMIT_S):
+            self._engine.shutdown()
+
+
+def _respond(sender: Any, result: protocol.FrameResult, hidden: Hidden | None) -> None:
+    tensors = [_bytes_tensor(protocol.encode(result))]
+    if hidden is not None:
+        tensors.append(pb_utils.Tensor(protocol.TENSOR_HIDDEN, np.ascontiguousarray(hidden)))
+    _send(sender, tensors, final=True)
+
+
+def _bytes_tensor(data: bytes) -> Any:
+    return pb_utils.Tensor(protocol.TENSOR_RESULT, np.frombuffer(data, np.uint8))
+
+
+def _array(request: Any, name: str) -> Any:
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    return None if tensor is None else tensor.as_numpy()
+
+
+def _send(sender: Any, tensors: list[Any], *, final: bool) -> None:
+    flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+    sender.send(pb_utils.InferenceResponse(output_tensors=tensors), flags=flags)
+
+
+def _refuse(sender: Any, message: str) -> None:
+    error = pb_utils.TritonError(message, pb_utils.TritonError.INTERNAL)
+    sender.send(
+        pb_utils.InferenceResponse(output_tensors=[], error=error),
+        flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+    )

@@ -1,0 +1,176 @@
+"""A whole deployment in one process, in virtual time: the core, the frames' way, and stage runtimes.
+
+No thread and no clock: ``advance(stage)`` lets one stage execute one frame, so a test (or hypothesis)
+decides in which order everything happens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from skippy_orchestrator.core import Core, Failure
+from skippy_orchestrator.deployment import LimitsSection, PrefillSection, SchedulerSection
+from skippy_orchestrator.kv_budget import KvBudget
+from skippy_orchestrator.pipeline.flight import Flight
+from skippy_orchestrator.requests import GenerationRequest
+from skippy_stage.errors import SkippyError
+from skippy_stage.protocol import FrameHeader, SamplingParams, decode_request, encode
+from skippy_stage.runtime import StageRuntime
+
+from tests.scripted import ScriptedEngine, cut
+
+
+class TokenText:
+    """Text that shows every token as one character; a token may be a stop."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self._stop = stop
+
+    def push(self, token: int) -> tuple[str, bool]:
+        if token == self._stop:
+            return "", True
+        return chr(0x100 + token), False
+
+    def flush(self) -> str:
+        return ""
+
+
+@dataclass
+class Seen:
+    """What a client has got."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+    error: SkippyError | None = None
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.finish_reason) or self.error is not None
+
+
+class Simulation:
+    """Core and stages, advanced by hand."""
+
+    def __init__(
+        self,
+        stages: int = 2,
+        *,
+        scheduler: SchedulerSection | None = None,
+        prefill: PrefillSection | None = None,
+        limits: LimitsSection | None = None,
+        blocks: int = 4096,
+        end_tokens: frozenset[int] = frozenset(),
+        engines: Sequence[ScriptedEngine] | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.engines = list(engines or cut(stages, blocks=blocks))
+        self.core = Core(
+            len(self.engines),
+            KvBudget(blocks, self.engines[0].info.kv_block_tokens),
+            end_tokens,
+            scheduler or SchedulerSection(),
+            prefill or PrefillSection(chunk_tokens=8),
+            limits or LimitsSection(),
+        )
+        self.runtimes: list[StageRuntime[Flight]] = [
+            StageRuntime(engine, f"stage_{i}", i, clock=lambda: self.now) for i, engine in enumerate(self.engines)
+        ]
+        self.names = [f"stage_{i}" for i in range(len(self.engines))]
+        self.seen: dict[int, Seen] = {}
+        self.headers: list[tuple[int, FrameHeader]] = []
+        self.in_flight = 0
+        self.max_in_flight = 0
+
+    def submit(
+        self,
+        session: int,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        sampling: SamplingParams | None = None,
+        ignore_eos: bool = False,
+        stop: int | None = None,
+    ) -> Seen:
+        request = GenerationRequest(
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            sampling=sampling or SamplingParams(),
+            stream=True,
+            ignore_eos=ignore_eos,
+            stop_words=(),
+        )
+        self.seen[session] = Seen()
+        try:
+            self.core.submit(session, request, TokenText(stop), self.now)
+        except SkippyError as error:
+            self.seen[session].error = error
+        self.pump()
+        return self.seen[session]
+
+    def cancel(self, session: int) -> None:
+        self.core.cancel(session)
+        self.pump()
+
+    def pump(self) -> None:
+        """Send what can be sent and note what the core has to say."""
+        while (frame := self.core.next_frame()) is not None:
+            self.in_flight += 1
+            self.max_in_flight = max(self.max_in_flight, self.in_flight)
+            self._send(Flight(frame, self.names))
+        for output in self.core.take_outputs():
+            seen = self.seen[output.session]
+            assert not seen.ended, "something was said after the end"
+            if isinstance(output, Failure):
+                seen.error = output.error
+            else:
+                seen.tokens.extend(output.tokens)
+                seen.text += output.text
+                seen.finish_reason = output.finish_reason
+
+    def _send(self, flight: Flight) -> None:
+        header = decode_request(encode(flight.header(7, 1)))
+        assert isinstance(header, FrameHeader)
+        self.headers.append((flight.stage, header))
+        self.runtimes[flight.stage].accept(header, flight.tokens(), flight.hidden, flight)
+
+    def advance(self, stage: int) -> bool:
+        """Let one stage execute the frame that is next; False when it has none."""
+        queued = self.runtimes[stage].take(timeout=0)
+        if queued is None:
+            return False
+        result, hidden = self.runtimes[stage].execute(queued)
+        flight = queued.reply
+        flight.advance(result, hidden)
+        if flight.stage == 1:
+            self.core.frame_left_first_stage(flight.frame.number)
+        if flight.done:
+            self.in_flight -= 1
+            self.core.frame_done(flight.frame.number, flight.statuses)
+        else:
+            self._send(flight)
+        self.pump()
+        return True
+
+    def run(self) -> None:
+        """Advance all stages in turn until nothing moves, then check that nothing was left behind."""
+        waiting = deque(range(len(self.runtimes)))
+        still = 0
+        while still < len(waiting):
+            waiting.rotate(-1)
+            still = 0 if self.advance(waiting[0]) else still + 1
+        self.check_integrity()
+
+    def check_integrity(self) -> None:
+        self.core.check_integrity()
+        for runtime in self.runtimes:
+            runtime.check_integrity()
+
+    def check_empty(self) -> None:
+        """Every session has ended: no stage, list or budget holds anything."""
+        self.run()
+        assert self.core.idle
+        for engine in self.engines:
+            assert engine.usage().cached == {}, "a stage still holds a session"
