@@ -1,0 +1,130 @@
+"""What goes in and what comes out: options, chunks, results, status. Plain data, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+
+class Message(TypedDict):
+    """One turn of a chat, as chat templates take it."""
+
+    role: str
+    content: str
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of ``generate`` and ``stream``; what is left out is the server's default.
+
+    Exactly one of the prompt, ``input_ids`` and ``messages`` is given.
+
+    Attributes:
+        input_ids: token ids instead of text.
+        messages: a chat, turned into a prompt by the server's chat template.
+        max_tokens: most tokens to generate.
+        temperature: 0 is greedy; giving one above 0 turns sampling on.
+        top_k: sample from the k most likely tokens; 0 is off.
+        top_p: sample from the smallest set of tokens with this probability together.
+        min_p: leave out tokens below this fraction of the most likely token's probability.
+        seed: makes sampling repeatable; the one used is reported back.
+        ignore_eos: go on past the end token, to ``max_tokens``.
+        stop_words: texts that end the generation; they aren't part of the output.
+        request_id: a name for the request, shown in the server's logs.
+        timeout: seconds until GenerationTimeout; overrides the client's.
+    """
+
+    input_ids: Sequence[int]
+    messages: Sequence[Message]
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    ignore_eos: bool | None
+    stop_words: str | Sequence[str] | None
+    request_id: str | None
+    timeout: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One response of a stream. Text, tokens and ``num_output_tokens`` are what is new in it.
+
+    ``finish_reason`` is empty until the last chunk, then ``"stop"`` or ``"length"``.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    num_input_tokens: int
+    num_output_tokens: int
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds from sending the request to the first token and to the end, on the client's clock."""
+
+    ttft_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    num_input_tokens: int
+    num_output_tokens: int
+    seed: int | None
+    timings: Timings
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Rate after the first token, or None where there is nothing to divide."""
+        decode_s = self.timings.total_s - self.timings.ttft_s
+        measured = self.num_output_tokens > 1 and decode_s > 0
+        return (self.num_output_tokens - 1) / decode_s if measured else None
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatus:
+    """One stage as the server sees it; None is what it didn't report.
+
+    Layers are [first_layer, last_layer). ``raw`` is the whole report, with what this version of the
+    client has no field for.
+    """
+
+    name: str
+    ready: bool
+    reason: str
+    engine: str | None = None
+    first_layer: int | None = None
+    last_layer: int | None = None
+    kv_blocks: int | None = None
+    kv_blocks_used: int | None = None
+    kv_block_tokens: int | None = None
+    sessions: int | None = None
+    frames: int | None = None
+    rows: int | None = None
+    busy_us: int | None = None
+    rss_bytes: int | None = None
+    last_error: str | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """The server's own view of itself: ``reason`` says why it isn't ready."""
+
+    ready: bool
+    reason: str
+    model: str | None
+    active: int | None
+    waiting: int | None
+    stages: tuple[StageStatus, ...]
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -1,0 +1,274 @@
+"""Between Python values and Triton's protobuf messages: pure functions, shared by both clients."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Unpack
+
+import grpc  # type: ignore[import-untyped]
+import numpy as np
+import numpy.typing as npt
+from tritonclient.grpc import InferResult, service_pb2
+from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
+
+from skippy_client.errors import (
+    GenerationCancelled,
+    GenerationTimeout,
+    InvalidRequest,
+    ServerFault,
+    ServerUnavailable,
+    SkippyError,
+)
+from skippy_client.types import Chunk, GenerateOptions, ServerStatus, StageStatus
+
+METADATA: Final = (("triton_grpc_error", "true"),)
+"""Makes Triton end a stream with a gRPC status when a request fails, instead of sending the bare message.
+
+The status carries the code. It also ends every other request of the stream, which is why each generation
+here has a stream of its own; streams share the channel's connection and cost little.
+"""
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # gRPC waits up to two minutes between attempts by default; a server that restarts is back sooner.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    # Each client has its connection: channels with equal options would share one, and its fate.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+_INT32 = (-(2**31), 2**31 - 1)
+_UINT64 = (0, 2**64 - 1)
+
+
+def build_request(model: str, prompt: str | None, **options: Unpack[GenerateOptions]) -> Any:
+    """The ModelInferRequest of one streamed generation.
+
+    Raises InvalidRequest for what can't be put on the wire: not exactly one prompt, a wrong type, a
+    number outside its tensor's type. Ranges with a meaning are the server's to judge.
+    """
+    unknown = options.keys() - GenerateOptions.__annotations__.keys()
+    if unknown:
+        raise InvalidRequest(f"{', '.join(sorted(unknown))}: no such option")
+    given = {
+        "prompt": prompt,
+        "input_ids": options.get("input_ids"),
+        "messages": options.get("messages"),
+    }
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        raise InvalidRequest(
+            f"exactly one of prompt, input_ids and messages is needed, got {' and '.join(names) or 'none'}"
+        )
+    request = service_pb2.ModelInferRequest(model_name=model, id=options.get("request_id") or "")
+    if prompt is not None:
+        _add_texts(request, "text_input", "prompt", [prompt])
+    elif (ids := options.get("input_ids")) is not None:
+        checked = [_integer("input_ids", token_id, _INT32) for token_id in ids]
+        _add(request, "input_ids", np.array([checked], dtype=np.int32))
+    else:
+        _add_texts(request, "messages", "messages", [_chat(options.get("messages"))])
+    for name in ("max_tokens", "top_k"):
+        if (value := options.get(name)) is not None:
+            _add(request, name, np.array([[_integer(name, value, _INT32)]], dtype=np.int32))
+    for name in ("temperature", "top_p", "min_p"):
+        if (value := options.get(name)) is not None:
+            _add(request, name, np.array([[_real(name, value)]], dtype=np.float32))
+    if (seed := options.get("seed")) is not None:
+        _add(request, "seed", np.array([[_integer("seed", seed, _UINT64)]], dtype=np.uint64))
+    if (ignore_eos := options.get("ignore_eos")) is not None:
+        _add(request, "ignore_eos", np.array([[bool(ignore_eos)]]))
+    # One text is taken as a list of one: it would pass for a list of its characters otherwise.
+    stop_words = options.get("stop_words")
+    if stop_words:
+        _add_texts(
+            request, "stop_words", "stop_words", [stop_words] if isinstance(stop_words, str) else stop_words
+        )
+    _add(request, "stream", np.array([[True]]))
+    return request
+
+
+def build_status_request(model: str) -> Any:
+    """The ModelInferRequest that asks for the server's status."""
+    request = service_pb2.ModelInferRequest(model_name=model)
+    _add(request, "status", np.array([[True]]))
+    return request
+
+
+def _add(request: Any, name: str, value: npt.NDArray[Any]) -> None:
+    request.inputs.add(name=name, datatype=np_to_triton_dtype(value.dtype), shape=value.shape)
+    content = serialize_byte_tensor(value).item() if value.dtype == np.object_ else value.tobytes()
+    request.raw_input_contents.append(content)
+
+
+def _add_texts(request: Any, tensor: str, field: str, texts: Sequence[str]) -> None:
+    encoded = []
+    for text in texts:
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{field}: got {_shown(text)}, expected text")
+        try:
+            encoded.append(text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{field}: not valid Unicode at character {error.start}") from error
+    _add(request, tensor, np.array([encoded], dtype=np.object_))
+
+
+def _chat(messages: object) -> str:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidRequest(f"messages: got {_shown(messages)}, expected a list of role and content")
+    try:
+        return json.dumps(list(messages), ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"messages: {error}") from error
+
+
+def _integer(field: str, value: Any, limits: tuple[int, int]) -> int:
+    low, high = limits
+    if not isinstance(value, bool | np.bool_):
+        try:
+            number = operator.index(value)
+        except TypeError:
+            pass
+        else:
+            if low <= number <= high:
+                return number
+    raise InvalidRequest(f"{field}: got {_shown(value)}, expected an integer from {low} to {high}")
+
+
+def _real(field: str, value: Any) -> float:
+    if isinstance(value, int | float | np.number) and not isinstance(value, bool):
+        return float(value)
+    raise InvalidRequest(f"{field}: got {_shown(value)}, expected a number")
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def read_response(response: Any) -> InferResult:
+    """The tensors of one ModelStreamInferResponse; raises the error it carries instead.
+
+    Only servers and proxies that don't know METADATA answer with such an error; it has no code but what
+    its message may start with.
+    """
+    if response.error_message:
+        raise error_of_message(response.error_message)
+    return InferResult(response.infer_response)
+
+
+def parse_chunk(response: Any) -> Chunk:
+    """The chunk in one ModelStreamInferResponse."""
+    result = read_response(response)
+    text = _scalar(result, "text_output")
+    reason = _scalar(result, "finish_reason")
+    if text is None or reason is None:
+        missing = "text_output" if text is None else "finish_reason"
+        raise ServerFault(f"a response came without {missing}; is this model a Skippy orchestrator?")
+    ids = result.as_numpy("output_ids")
+    seed = _scalar(result, "seed")
+    return Chunk(
+        text=text.decode(),
+        token_ids=() if ids is None else tuple(ids.ravel().tolist()),
+        finish_reason=reason.decode(),
+        num_input_tokens=int(_scalar(result, "num_input_tokens") or 0),
+        num_output_tokens=int(_scalar(result, "num_output_tokens") or 0),
+        seed=None if seed is None else int(seed),
+    )
+
+
+def _scalar(result: InferResult, name: str) -> Any:
+    """The one element of an output, or None where it is missing."""
+    value = result.as_numpy(name)
+    return None if value is None or value.size == 0 else value.reshape(-1)[0]
+
+
+def parse_status_response(response: Any) -> ServerStatus:
+    """The status in one ModelStreamInferResponse."""
+    text = _scalar(read_response(response), "status")
+    if text is None:
+        raise ServerFault("a response came without status; is this model a Skippy orchestrator?")
+    return parse_status(text)
+
+
+def parse_status(text: str | bytes) -> ServerStatus:
+    """The status in the server's JSON; what is missing or of another type is None."""
+    try:
+        report = json.loads(text)
+    except ValueError as error:
+        raise ServerFault(f"status isn't JSON: {error}") from error
+    if not isinstance(report, dict):
+        raise ServerFault(f"status isn't an object: {_shown(report)}")
+    stages = report.get("stages")
+    return ServerStatus(
+        ready=report.get("ready") is True,
+        reason=_text(report, "reason") or "",
+        model=_text(report, "model"),
+        active=_count(report, "active"),
+        waiting=_count(report, "waiting"),
+        stages=tuple(_stage(stage) for stage in stages if isinstance(stage, dict))
+        if isinstance(stages, list)
+        else (),
+        raw=report,
+    )
+
+
+_STAGE_COUNTS: Final = (
+    *("first_layer", "last_layer", "sessions", "frames", "rows", "busy_us", "rss_bytes"),
+    *("kv_blocks", "kv_blocks_used", "kv_block_tokens"),
+)
+
+
+def _stage(report: dict[str, Any]) -> StageStatus:
+    return StageStatus(
+        name=_text(report, "name") or "?",
+        ready=report.get("ready") is True,
+        reason=_text(report, "reason") or "",
+        engine=_text(report, "engine"),
+        last_error=_text(report, "last_error"),
+        raw=report,
+        **{name: _count(report, name) for name in _STAGE_COUNTS},
+    )
+
+
+def _text(report: dict[str, Any], name: str) -> str | None:
+    value = report.get(name)
+    return value if isinstance(value, str) else None
+
+
+def _count(report: dict[str, Any], name: str) -> int | None:
+    value = report.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+_ERRORS: Final[Mapping[str, type[SkippyError]]] = {
+    "INVALID_ARGUMENT": InvalidRequest,
+    "INVALID_ARG": InvalidRequest,  # Triton's name for it
+    "NOT_FOUND": InvalidRequest,  # the model's name
+    "UNIMPLEMENTED": InvalidRequest,
+    "UNAVAILABLE": ServerUnavailable,
+    "RESOURCE_EXHAUSTED": ServerUnavailable,
+    "CANCELLED": GenerationCancelled,
+    "DEADLINE_EXCEEDED": GenerationTimeout,
+}
+
+
+def error_of_status(code: Any, details: str | None, *, url: str, timeout: float | None) -> SkippyError:
+    """The exception for a gRPC status that isn't OK."""
+    text = details or code.name
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
+        return GenerationTimeout(f"no end after {timeout:g} s")
+    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in text.lower():
+        return ServerUnavailable(f"no server answers at {url}: {text.rpartition(': ')[2]}")
+    return _ERRORS.get(code.name, ServerFault)(text)
+
+
+def error_of_message(message: str) -> SkippyError:
+    """The exception for an error message without a status: by the code it starts with, if any."""
+    match = re.match(r"\W*([A-Z]+(?:_[A-Z]+)*)\b", message)
+    return _ERRORS.get(match.group(1) if match else "", ServerFault)(message)
