@@ -126,60 +126,66 @@ def _die_with_guard() -> None:
 
 
 class _Watch:
-    """Waits for the first of: the server's end, a signal, the end of the starter."""
+    """Waits for the first of: the server's end, a signal, the end of the starter.
 
-    def __init__(self, server: subprocess.Popen[bytes], grace_s: float) -> None:
-        self.server = server
-        self.grace_s = grace_s
+    Made before the server is started: a signal that comes early is kept.
+    """
+
+    def __init__(self, grace_s: float) -> None:
         self.orphaned = False
+        self._grace_s = grace_s
+        self._stop = self._kill = False
         self._deadline: float | None = None
         self._wake, wake_end = os.pipe()
         os.set_blocking(wake_end, False)
-        os.set_blocking(self._wake, False)
         signal.set_wakeup_fd(wake_end)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda *_: self._stop())
-        signal.signal(signal.SIGQUIT, lambda *_: server.kill())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, self._receive)
 
-    def _stop(self) -> None:
-        if self._deadline is None:
-            self._deadline = time.monotonic() + self.grace_s
-            self.server.terminate()
+    def _receive(self, number: int, _frame: object) -> None:
+        self._stop = True
+        self._kill |= number == signal.SIGQUIT
 
-    def run(self) -> int:
+    def _act(self, server: subprocess.Popen[bytes]) -> None:
+        now = time.monotonic()
+        if self._kill or (self._deadline is not None and now >= self._deadline):
+            server.kill()
+            self._deadline = now + self._grace_s
+        elif self._stop and self._deadline is None:
+            server.terminate()
+            self._deadline = now + self._grace_s
+
+    def run(self, server: subprocess.Popen[bytes]) -> int:
         """Returns the server's exit status, as a shell would show it."""
-        ended = os.pidfd_open(self.server.pid)
+        ended = os.pidfd_open(server.pid)
         starter = sys.stdin.fileno()
         watched = [ended, self._wake, starter]
         while True:
+            self._act(server)
             timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             ready, _, _ = select.select(watched, [], [], timeout)
             if ended in ready:
-                code = self.server.wait()
+                code = server.wait()
                 return code if code >= 0 else 128 - code
             if self._wake in ready:
                 os.read(self._wake, 4096)
             if starter in ready and not os.read(starter, 4096):
                 watched.remove(starter)
-                self.orphaned = True
-                self._stop()
-            if not ready:
-                self.server.kill()
-                self._deadline = time.monotonic() + self.grace_s
+                self.orphaned = self._stop = True
 
 
 def main(plan_text: str) -> int:
-    """Run the plan that ``ServerProcess`` wrote: command, run_dir, prefix, grace_s."""
+    """Run the plan that ``ServerProcess`` wrote: command, run_dir, prefix, grace_s, remove_run_dir."""
     plan = json.loads(plan_text)
     run_dir = Path(plan["run_dir"])
+    watch = _Watch(float(plan["grace_s"]))
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with region_lock(plan["prefix"]):
         server = subprocess.Popen(
             plan["command"], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_guard
         )
-        watch = _Watch(server, float(plan["grace_s"]))
         (run_dir / PID_FILE).write_text(str(server.pid))
-        code = watch.run()
+        code = watch.run(server)
         end_session(server.pid)
         _reap_orphans()
     if watch.orphaned and plan["remove_run_dir"]:

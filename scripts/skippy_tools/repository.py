@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from skippy_orchestrator.deployment import Deployment, OrchestratorSettings, StageSection
+from skippy_orchestrator.deployment import Deployment, OrchestratorSettings, StageSection, effective_context
 from skippy_stage.protocol import LINK_DTYPES, TENSOR_HEADER, TENSOR_HIDDEN, TENSOR_RESULT, TENSOR_TOKENS
 from skippy_stage.settings import LinkDtype, SettingsError, StageSettings, to_parameters
 
@@ -163,10 +163,7 @@ def orchestrator_settings(deployment: Deployment, stages: Sequence[StageSettings
 
 def generate(deployment: Deployment, shape: ModelShape, source: str) -> dict[str, str]:
     """All files of the repository: path inside it -> text. ``source`` is the deployment file's name."""
-    if deployment.model.context_tokens > shape.context_length:
-        raise SettingsError(
-            f"model.context_tokens: {deployment.model.context_tokens}, the model has {shape.context_length}"
-        )
+    effective_context(deployment.model.context_tokens, shape.context_length)
     stages = stage_settings(deployment, shape)
     name = deployment.server.name
     configs = [_request_model(name, to_parameters(orchestrator_settings(deployment, stages)))]

@@ -102,8 +102,8 @@ def print_endpoints(server: ServerProcess) -> None:
 
 def fail(error: SkippyError) -> None:
     """Show an error and the end of the server's log, and exit with status 1."""
-    if isinstance(error, ServerError) and error.log_tail:
-        console.print(error.log_tail, style="dim", markup=False, soft_wrap=True)
+    if isinstance(error, ServerError) and error.log:
+        console.print(error.log, style="dim", markup=False, soft_wrap=True)
     console.print(f"error: {error.message}", style="red", markup=False, soft_wrap=True)
     raise typer.Exit(1)
 
@@ -220,7 +220,7 @@ def run(
     while server.running and not stops.asked():
         stops.wait(0.5)
     if not server.running:
-        raise ServerError(f"tritonserver ended with status {server.returncode}", server.log_tail())
+        raise ServerError(f"tritonserver ended with status {server.returncode}", server.log_excerpt())
     console.print("stopping: running requests may finish; again to end them")
     server.stop(drain=True, interrupted=stops.urgent)
     console.print("stopped")

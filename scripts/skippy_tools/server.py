@@ -12,8 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -24,13 +22,12 @@ from skippy_stage.errors import SkippyError
 
 from skippy_tools import guard
 from skippy_tools.endpoints import Endpoints, choose_endpoints
+from skippy_tools.processes import log_excerpt, server_ready, stubs_of
 from skippy_tools.repository import generate, read_shape, write
 from skippy_tools.status import Status, StatusError, query_status
 from skippy_tools.triton import (
-    STUB,
     Tritonserver,
     assemble_backends,
-    check_version,
     command_line,
     find_tritonserver,
     our_backends,
@@ -50,11 +47,11 @@ Check = Callable[[], bool]
 
 
 class ServerError(SkippyError):
-    """The server ended, or did not become ready in time; ``log_tail`` is the end of its log."""
+    """The server ended, or did not become ready in time; ``log`` is what its log says."""
 
-    def __init__(self, message: str, log_tail: str) -> None:
+    def __init__(self, message: str, log: str) -> None:
         super().__init__(message)
-        self.log_tail = log_tail
+        self.log = log
 
 
 class StoppedError(SkippyError):
@@ -64,10 +61,8 @@ class StoppedError(SkippyError):
 class ServerProcess:
     """A server of one deployment, in a private run directory, with a guard that cleans up after it.
 
-    ``model_repository`` is used as it is instead of a generated one; ``backends`` (name -> model.py)
-    stands in for ours, which tests of the launcher use; ``wait_for_model`` False takes the server's own
-    ready flag for readiness. ``run_dir`` and ``log`` are kept when given, otherwise they are removed at
-    the end. As a context manager: starts, waits until ready, stops.
+    ``model_repository`` is used as it is instead of a generated one. ``run_dir`` and ``log`` are kept when
+    given, otherwise they are removed at the end. As a context manager: starts, waits until ready, stops.
     """
 
     def __init__(
@@ -76,8 +71,6 @@ class ServerProcess:
         *,
         source: str = "deployment",
         model_repository: Path | None = None,
-        backends: Mapping[str, Path] | None = None,
-        wait_for_model: bool = True,
         run_dir: Path | None = None,
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
@@ -90,8 +83,6 @@ class ServerProcess:
         self.tritonserver = tritonserver
         self.shm_prefix = f"{guard.PREFIX}{os.getpid()}_{next(_numbers)}_"
         self._model_repository = model_repository
-        self._backends = backends
-        self._wait_for_model = wait_for_model
         self._environment = dict(environment or {})
         self._keep_run_dir = run_dir is not None
         self._run_dir = run_dir
@@ -142,15 +133,7 @@ class ServerProcess:
     @property
     def stub_pids(self) -> dict[str, int]:
         """Triton model name -> process id of its Python stub."""
-        found = {}
-        for pid in self.pids:
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-                if words[0].endswith(STUB):
-                    # A stub is told the name of its instance: <model>_<group>_<number>.
-                    names = {word.rsplit("_", 2)[0] for word in words}
-                    found.update({model: pid for model in self.models if model in names})
-        return found
+        return stubs_of(self.pids, self.models)
 
     @property
     def models(self) -> list[str]:
@@ -168,13 +151,9 @@ class ServerProcess:
         """Exit status of the server, as a shell would show it; None while it runs."""
         return None if self._guard is None else self._guard.poll()
 
-    def log_tail(self, lines: int = 30) -> str:
-        """The last lines of the log."""
-        try:
-            text = self.log_path.read_text(encoding="utf-8", errors="replace")
-        except (OSError, SkippyError):
-            return ""
-        return "\n".join(text.splitlines()[-lines:])
+    def log_excerpt(self) -> str:
+        """What of the log explains a failure."""
+        return "" if self._run_dir is None else log_excerpt(self.log_path)
 
     # Start
 
@@ -183,7 +162,6 @@ class ServerProcess:
         guard.sweep_dead()
         section = self.deployment.server
         server = self.tritonserver = self.tritonserver or find_tritonserver()
-        backends = our_backends() if self._backends is None else self._backends
         files = None
         if self._model_repository is None:
             files = generate(self.deployment, read_shape(self.deployment.model.path), self.source)
@@ -197,7 +175,7 @@ class ServerProcess:
             write(files, repository)
         backend_dir = self.run_dir / "backends"
         shutil.rmtree(backend_dir, ignore_errors=True)
-        assemble_backends(server, backends, backend_dir)
+        assemble_backends(server, our_backends(), backend_dir)
         for stale in (DRAIN_FILE, guard.PID_FILE):
             (self.run_dir / stale).unlink(missing_ok=True)
         plan = {
@@ -244,10 +222,7 @@ class ServerProcess:
             self._check_alive()
             if interrupted():
                 raise StoppedError("stopped while starting")
-            if not met and self._server_ready():
-                met = True
-                if not self._wait_for_model:
-                    return
+            met = met or server_ready(self.endpoints.http)
             if met:
                 try:
                     status = self.status()
@@ -259,25 +234,12 @@ class ServerProcess:
                     waiting_for = f"{self.model_name}: {status.describe()}"
             progress(waiting_for)
             if time.monotonic() > deadline:
-                raise ServerError(f"not ready after {limit:g} s: {waiting_for}", self.log_tail())
+                raise ServerError(f"not ready after {limit:g} s: {waiting_for}", self.log_excerpt())
             time.sleep(POLL_S)
 
     def _check_alive(self) -> None:
         if not self.running:
-            raise ServerError(f"tritonserver ended with status {self.returncode}", self.log_tail())
-
-    def _server_ready(self) -> bool:
-        base = f"{self.endpoints.http}/v2"
-        try:
-            with urllib.request.urlopen(f"{base}/health/ready", timeout=2):
-                pass
-            with urllib.request.urlopen(base, timeout=2) as answer:
-                version = json.load(answer)["version"]
-        except (OSError, ValueError, KeyError):
-            return False
-        # The only way to learn the version of a server that brings no version file.
-        check_version(version, "the server that answers")
-        return True
+            raise ServerError(f"tritonserver ended with status {self.returncode}", self.log_excerpt())
 
     def status(self, timeout_s: float = 5.0) -> Status:
         """What the orchestrator says; raises StatusError when it says nothing."""
@@ -305,7 +267,7 @@ class ServerProcess:
         """
         if self._guard is None:
             return
-        if self.running and drain and self._wait_for_model:
+        if self.running and drain:
             self.drain(interrupted)
         if self.running:
             self._guard.terminate()

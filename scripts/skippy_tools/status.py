@@ -55,10 +55,12 @@ def query_status(address: str, model: str, timeout_s: float = 5.0) -> Status:
     request = grpc.InferInput("status", [1, 1], "BOOL")
     request.set_data_from_numpy(np.array([[True]]))
     client = grpc.InferenceServerClient(address)
+    answered = False
     try:
         client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer(model, [request])
         result, error = answers.get(timeout=timeout_s)
+        answered = True
         if error is not None:
             raise StatusError(f"{model}: {error.message()}")
         output = result.as_numpy("status")
@@ -70,6 +72,6 @@ def query_status(address: str, model: str, timeout_s: float = 5.0) -> Status:
     except (grpc.InferenceServerException, msgspec.MsgspecError) as error:
         raise StatusError(f"{model}: {error}") from None
     finally:
-        # Cancelling ends the stream at once; waiting for it would wait for a hung model.
-        client.stop_stream(cancel_requests=True)
+        # Without an answer only cancelling ends the stream; closing it would wait for a hung model.
+        client.stop_stream(cancel_requests=not answered)
         client.close()
