@@ -14,7 +14,7 @@
 skippy_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 skippy_venv=$skippy_root/.venv
 
-skippy_say() { printf '\033[2m%s\033[0m\n' "setup: $*" >&2; }
+skippy_say() { printf 'setup: %s\n' "$*" >&2; }
 
 skippy_die() {
     printf 'setup failed: %s\n' "$1" >&2
@@ -40,14 +40,25 @@ skippy_pip() {
     rm -f "$log"
 }
 
+# Prints the Python to make the environment with: 3.11 or 3.12, which numpy 1.26 has packages for.
+skippy_find_python() {
+    local name
+    for name in python3 python3.12 python3.11; do
+        if "$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    skippy_die "Python 3.11 or 3.12 is needed, python3 is $(python3 --version 2>&1 || true); on Debian 12: apt-get install python3 python3-venv"
+}
+
 skippy_make_venv() {
-    command -v python3 >/dev/null || skippy_die "no python3 on PATH; on Debian 12: apt-get install python3 python3-venv"
-    python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-        skippy_die "$(python3 --version 2>&1) is too old, 3.11 or later is needed; on Debian 12: apt-get install python3 python3-venv"
+    local python
     [ -x "$skippy_venv/bin/python3" ] && "$skippy_venv/bin/python3" -m pip --version >/dev/null 2>&1 && return
-    skippy_say "virtual environment in .venv ($(python3 --version 2>&1))"
+    python=$(skippy_find_python)
+    skippy_say "virtual environment in .venv ($("$python" --version 2>&1))"
     rm -rf "$skippy_venv"
-    python3 -m venv "$skippy_venv" >/dev/null 2>&1 || {
+    "$python" -m venv "$skippy_venv" >/dev/null 2>&1 || {
         rm -rf "$skippy_venv"
         skippy_die "python3 -m venv does not work here; on Debian or Ubuntu: apt-get install python3-venv"
     }

@@ -167,7 +167,7 @@ def generate(deployment: Deployment, shape: ModelShape, source: str) -> dict[str
     stages = stage_settings(deployment, shape)
     name = deployment.server.name
     configs = [_request_model(name, to_parameters(orchestrator_settings(deployment, stages)))]
-    configs += [_request_model(alias, {"alias_of": name}) for alias in deployment.server.aliases]
+    configs += [_request_model(alias, _relay_parameters(deployment)) for alias in deployment.server.aliases]
     configs += [_stage_model(stage, shape.hidden_size, last=stage is stages[-1]) for stage in stages]
     names = [config.name for config in configs]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -179,6 +179,12 @@ def generate(deployment: Deployment, shape: ModelShape, source: str) -> dict[str
         files[f"{config.name}/{CONFIG}"] = head + render(config)
         files[f"{config.name}/{VERSION_KEEPER}"] = ""
     return files
+
+
+def _relay_parameters(deployment: Deployment) -> dict[str, str]:
+    """An alias relays as many requests as its target takes: running and waiting."""
+    most = deployment.scheduler.max_sessions + deployment.limits.max_queue
+    return {"alias_of": deployment.server.name, "max_requests": str(most)}
 
 
 def _request_model(name: str, parameters: Mapping[str, str]) -> ModelConfig:

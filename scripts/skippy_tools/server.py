@@ -225,7 +225,7 @@ class ServerProcess:
             met = met or server_ready(self.endpoints.http)
             if met:
                 try:
-                    status = self.status()
+                    status = self.status(timeout_s=2.0)
                 except StatusError as error:
                     waiting_for = error.message
                 else:

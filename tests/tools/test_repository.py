@@ -62,7 +62,7 @@ def test_models_and_their_settings() -> None:
         assert from_parameters(StageSettings, parameters(configs[stage.name])) == stage
     orchestrator = from_parameters(OrchestratorSettings, parameters(configs["llm"]))
     assert orchestrator == orchestrator_settings(deployment, stages)
-    assert parameters(configs["other"]) == {"alias_of": "llm"}
+    assert parameters(configs["other"]) == {"alias_of": "llm", "max_requests": "320"}
     for name, text in configs.items():
         config = parse(text)
         assert config.name == name
