@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from types import TracebackType
@@ -50,6 +51,7 @@ class AsyncGenerationStream:
         self._call = call
         self._url = url
         self._timeout = timeout
+        self._loop = asyncio.get_running_loop()
         self._collector = Collector(time.monotonic())
 
     async def __anext__(self) -> Chunk:
@@ -98,6 +100,11 @@ class AsyncGenerationStream:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+    def __del__(self) -> None:
+        # gRPC's own tasks keep a call alive that nobody holds. Python may collect in any thread, and late.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._call.cancel)
 
 
 class AsyncSkippyClient:

@@ -152,11 +152,7 @@ def _shown(value: object) -> str:
 
 
 def read_response(response: Any) -> InferResult:
-    """The tensors of one ModelStreamInferResponse; raises the error it carries instead.
-
-    Only servers and proxies that don't know METADATA answer with such an error; it has no code but what
-    its message may start with.
-    """
+    """The tensors of one ModelStreamInferResponse; raises the error it carries instead."""
     if response.error_message:
         raise error_of_message(response.error_message)
     return InferResult(response.infer_response)
@@ -248,8 +244,7 @@ def _count(report: dict[str, Any], name: str) -> int | None:
 
 _ERRORS: Final[Mapping[str, type[SkippyError]]] = {
     "INVALID_ARGUMENT": InvalidRequest,
-    "INVALID_ARG": InvalidRequest,  # Triton's name for it
-    "NOT_FOUND": InvalidRequest,  # the model's name
+    "NOT_FOUND": InvalidRequest,
     "UNIMPLEMENTED": InvalidRequest,
     "UNAVAILABLE": ServerUnavailable,
     "RESOURCE_EXHAUSTED": ServerUnavailable,
@@ -268,7 +263,23 @@ def error_of_status(code: Any, details: str | None, *, url: str, timeout: float 
     return _ERRORS.get(code.name, ServerFault)(text)
 
 
+_REFUSALS: Final[Sequence[tuple[str, type[SkippyError]]]] = (
+    (r"unexpected (inference input|shape for input)", InvalidRequest),
+    (r"inference input '.*' data-type is", InvalidRequest),
+    (r"Request for unknown model: .* has no available versions", ServerUnavailable),
+    (r"Request for unknown model: .* is not at ready state", ServerUnavailable),
+    (r"Request for unknown model", InvalidRequest),
+)
+
+
 def error_of_message(message: str) -> SkippyError:
-    """The exception for an error message without a status: by the code it starts with, if any."""
-    match = re.match(r"\W*([A-Z]+(?:_[A-Z]+)*)\b", message)
-    return _ERRORS.get(match.group(1) if match else "", ServerFault)(message)
+    """The exception for an error that came without a status, by how its message starts.
+
+    Triton itself refuses what doesn't fit a model's configuration in this way, METADATA or not: that is how
+    a client sees that the server has no such model, or a model of an older version.
+    """
+    text = re.sub(r"^\[request id: [^\]]*\] ", "", message)
+    for pattern, error in _REFUSALS:
+        if re.match(pattern, text):
+            return error(text)
+    return ServerFault(text)

@@ -1,0 +1,109 @@
+"""The tables of ``skippy status``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from skippy_client.errors import ServerUnavailable
+from skippy_client.sync import SkippyClient
+from skippy_client.types import ServerStatus, StageStatus
+
+PLAIN_WIDTH: Final = 140
+"""Columns for output that isn't a terminal, where nobody told us a width."""
+
+
+def show_status(status: ServerStatus) -> None:
+    """Print the server's state once."""
+    _console().print(render_status(status))
+
+
+def watch_status(client: SkippyClient, interval_s: float) -> None:
+    """Show the server's state again and again, until Ctrl-C; a server that goes away is waited for."""
+    before: tuple[float, ServerStatus] | None = None
+    with Live(console=_console(), auto_refresh=False) as live:
+        while True:
+            now = time.monotonic()
+            try:
+                status = client.status()
+            except ServerUnavailable as error:
+                live.update(Text.assemble(("unavailable ", "bold red"), str(error)), refresh=True)
+                before = None
+            else:
+                busy = {} if before is None else busy_shares(before[1], status, now - before[0])
+                live.update(render_status(status, busy), refresh=True)
+                before = (now, status)
+            time.sleep(interval_s)
+
+
+def busy_shares(before: ServerStatus, after: ServerStatus, elapsed_s: float) -> dict[str, float]:
+    """The share of the time between two looks that each stage computed, by its name."""
+    earlier = {stage.name: stage.busy_us for stage in before.stages}
+    shares = {}
+    for stage in after.stages:
+        start = earlier.get(stage.name)
+        # A counter that went back belongs to a stage that started anew.
+        if start is not None and stage.busy_us is not None and stage.busy_us >= start:
+            shares[stage.name] = min(1.0, (stage.busy_us - start) / 1e6 / elapsed_s)
+    return shares
+
+
+def render_status(status: ServerStatus, busy: dict[str, float] | None = None) -> RenderableType:
+    """The server's line and the table of its stages; ``busy`` replaces the busy seconds by shares."""
+    line = Text.assemble(
+        ("ready", "bold green") if status.ready else ("not ready", "bold red"),
+        f"  {status.model}" if status.model else "",
+        f"  active {_number(status.active)}  waiting {_number(status.waiting)}",
+    )
+    if status.reason:
+        line.append(f"\n{status.reason}", style="yellow")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("stage", "state", "layers", "engine"):
+        table.add_column(name)
+    for name in ("sessions", "KV blocks", "frames", "rows", "busy", "memory"):
+        table.add_column(name, justify="right")
+    table.add_column("last error")
+    for stage in status.stages:
+        table.add_row(*map(Text, _cells(stage, (busy or {}).get(stage.name))))
+    return Group(line, Text(), table) if status.stages else line
+
+
+def _cells(stage: StageStatus, busy: float | None) -> tuple[str, ...]:
+    state = "ready" if stage.ready else f"not ready: {stage.reason}" if stage.reason else "not ready"
+    layers = "-" if stage.first_layer is None else f"[{stage.first_layer}, {_number(stage.last_layer)})"
+    seconds = "-" if stage.busy_us is None else f"{stage.busy_us / 1e6:.1f} s"
+    return (
+        stage.name,
+        state,
+        layers,
+        stage.engine or "-",
+        _number(stage.sessions),
+        _kv(stage),
+        _number(stage.frames),
+        _number(stage.rows),
+        seconds if busy is None else f"{busy:.0%}",
+        "-" if stage.rss_bytes is None else f"{stage.rss_bytes / 2**20:,.0f} MiB",
+        stage.last_error or "",
+    )
+
+
+def _kv(stage: StageStatus) -> str:
+    if stage.kv_blocks is None:
+        return "-"
+    used = stage.kv_blocks_used or 0
+    share = f" ({used / stage.kv_blocks:.0%})" if stage.kv_blocks else ""
+    return f"{used:,}/{stage.kv_blocks:,}{share}"
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)

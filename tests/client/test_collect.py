@@ -1,0 +1,49 @@
+"""Putting chunks together."""
+
+from __future__ import annotations
+
+import pytest
+from skippy_client import Chunk, ServerFault
+from skippy_client.collect import Collector
+
+
+def chunk(text: str, ids: tuple[int, ...], reason: str = "") -> Chunk:
+    return Chunk(text, ids, reason, 7, len(ids), 1)
+
+
+def test_sum_and_times() -> None:
+    collector = Collector(100.0)
+    collector.add(chunk("", ()), 100.5)
+    collector.add(chunk("a", (1,)), 101.0)
+    assert not collector.finished
+    collector.add(chunk("bc", (2, 3), "stop"), 103.0)
+    collector.end()
+    result = collector.result()
+    assert (result.text, result.token_ids, result.finish_reason) == ("abc", (1, 2, 3), "stop")
+    assert (result.num_input_tokens, result.num_output_tokens, result.seed) == (7, 3, 1)
+    assert (result.timings.ttft_s, result.timings.total_s) == (1.0, 3.0), (
+        "a chunk without tokens isn't the first"
+    )
+    assert result.tokens_per_s == 1.0
+
+
+def test_answer_without_tokens() -> None:
+    collector = Collector(0.0)
+    collector.add(chunk("", (), "stop"), 2.0)
+    result = collector.result()
+    assert (result.text, result.num_output_tokens, result.tokens_per_s) == ("", 0, None)
+    assert result.timings.ttft_s == result.timings.total_s == 2.0
+
+
+def test_end_before_the_last() -> None:
+    collector = Collector(0.0)
+    collector.add(chunk("a", (1,)), 1.0)
+    with pytest.raises(ServerFault, match="finish_reason"):
+        collector.end()
+
+
+def test_response_after_the_last() -> None:
+    collector = Collector(0.0)
+    collector.add(chunk("a", (1,), "length"), 1.0)
+    with pytest.raises(ServerFault, match="after the last"):
+        collector.add(chunk("b", (2,), "length"), 2.0)

@@ -1,0 +1,243 @@
+"""The blocking client against a real tritonserver."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from skippy_client import (
+    GenerationCancelled,
+    GenerationTimeout,
+    InvalidRequest,
+    ServerFault,
+    ServerUnavailable,
+    SkippyClient,
+    SkippyError,
+    wire,
+)
+
+pytestmark = pytest.mark.triton
+
+
+def script(**plan: Any) -> str:
+    return json.dumps(plan)
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 2.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "didn't come true in time"
+        time.sleep(0.02)
+
+
+def cancelled(client: SkippyClient) -> list[str]:
+    """Request ids whose cancellation the model saw."""
+    seen: list[str] = client.status().raw["cancelled"]
+    return seen
+
+
+def test_generate(client: SkippyClient) -> None:
+    result = client.generate(script(tokens=5, delay_s=0.02))
+    assert (result.text, result.token_ids) == ("t0 t1 t2 t3 t4 ", (0, 1, 2, 3, 4))
+    assert (result.finish_reason, result.num_input_tokens, result.num_output_tokens) == ("length", 7, 5)
+    assert result.seed == 2**64 - 1
+    assert 0.02 <= result.timings.ttft_s < result.timings.total_s
+    assert result.timings.total_s >= 0.1
+
+
+def test_stream_comes_in_pieces(client: SkippyClient) -> None:
+    times = []
+    chunks = []
+    for chunk in client.stream(script(tokens=4, delay_s=0.1)):
+        times.append(time.monotonic())
+        chunks.append(chunk)
+    assert [chunk.finish_reason for chunk in chunks] == ["", "", "", "length"]
+    assert [chunk.token_ids for chunk in chunks] == [(0,), (1,), (2,), (3,)]
+    assert all(later - earlier > 0.03 for earlier, later in itertools.pairwise(times))
+
+
+def test_inputs_arrive_as_sent(client: SkippyClient) -> None:
+    options: dict[str, Any] = {
+        "max_tokens": 2,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "seed": 2**64 - 1,
+        "ignore_eos": True,
+        "stop_words": ["a", "é"],
+    }
+    seen = json.loads(client.generate(script(echo=True), **options).text)
+    assert seen.pop("text_input") == ["object", [1, 1], [script(echo=True)]]
+    assert seen.pop("stream") == ["bool", [1, 1], [True]]
+    assert seen.pop("stop_words") == ["object", [1, 2], ["a", "é"]]
+    kinds = {"seed": "uint64", "ignore_eos": "bool", "max_tokens": "int32", "top_k": "int32"}
+    for name in seen:
+        assert seen[name] == [kinds.get(name, "float32"), [1, 1], [options[name]]]
+    assert sorted(seen) == sorted(options.keys() - {"stop_words"})
+
+
+def test_ids_and_messages(client: SkippyClient) -> None:
+    seen = json.loads(client.generate(input_ids=[4, 5, 6]).text)
+    assert seen["input_ids"] == ["int32", [1, 3], [4, 5, 6]]
+    seen = json.loads(client.generate(messages=[{"role": "user", "content": "né"}]).text)
+    assert json.loads(seen["messages"][2][0]) == [{"role": "user", "content": "né"}]
+
+
+def test_64_at_once_on_one_connection(client: SkippyClient) -> None:
+    before = client.status().raw["most_active"]
+    together = threading.Barrier(64)
+
+    def one(index: int) -> tuple[int, ...]:
+        together.wait()
+        return client.generate(script(delay_s=0.02), max_tokens=10 + index % 5).token_ids
+
+    with ThreadPoolExecutor(64) as pool:
+        results = list(pool.map(one, range(64)))
+    assert results == [tuple(range(10 + index % 5)) for index in range(64)]
+    assert client.status().raw["most_active"] >= max(32, before)
+    wait_for(lambda: client.status().active == 0)
+
+
+def test_an_error_ends_only_its_own_generation(client: SkippyClient) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        good = [pool.submit(client.generate, script(tokens=10, delay_s=0.02)) for _ in range(4)]
+        bad = [pool.submit(client.generate, script(error=["INTERNAL", "broke"])) for _ in range(4)]
+        for each in bad:
+            with pytest.raises(ServerFault, match="broke"):
+                each.result()
+        assert all(each.result().num_output_tokens == 10 for each in good)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("INVALID_ARG", InvalidRequest),
+        ("UNAVAILABLE", ServerUnavailable),
+        ("CANCELLED", GenerationCancelled),
+        ("INTERNAL", ServerFault),
+    ],
+)
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_errors_by_kind(client: SkippyClient, code: str, error: type[SkippyError], tokens: int) -> None:
+    stream = client.stream(script(tokens=tokens, error=[code, "stage_1: why"]))
+    for index in range(tokens):
+        assert next(stream).token_ids == (index,), "what came before the error is delivered"
+    with pytest.raises(error, match=r"^stage_1: why$") as raised:
+        next(stream)
+    assert type(raised.value) is error
+
+
+def test_refusals_of_triton_itself(client: SkippyClient, url: str) -> None:
+    with SkippyClient(url, model="nope") as other, pytest.raises(InvalidRequest, match="nope"):
+        other.generate("x")
+    request = wire.build_request("skippy", "x")
+    request.inputs.add(name="novelty", datatype="BOOL", shape=[1, 1])
+    request.raw_input_contents.append(np.array([[True]]).tobytes())
+    with pytest.raises(InvalidRequest, match="novelty"):
+        wire.parse_chunk(next(client._start(request, 5.0)))
+
+
+def test_leaving_the_loop_cancels(client: SkippyClient) -> None:
+    stream = client.stream(script(hang=True), request_id="left")
+    for _ in stream:
+        break
+    wait_for(lambda: "left" in cancelled(client))
+    with pytest.raises(GenerationCancelled):
+        next(stream)
+
+
+def test_with_block_cancels(client: SkippyClient) -> None:
+    with client.stream(script(hang=True), request_id="block") as stream:
+        assert next(stream).text == "t0 "
+        assert next(stream).text == "t1 "
+    wait_for(lambda: "block" in cancelled(client))
+
+
+def test_dropped_stream_cancels(client: SkippyClient) -> None:
+    client.stream(script(hang=True), request_id="dropped")
+    gc.collect()
+    wait_for(lambda: "dropped" in cancelled(client))
+
+
+def test_cancel_from_another_thread(client: SkippyClient) -> None:
+    stream = client.stream(script(tokens=1, hang=True), request_id="other")
+    next(stream)
+    threading.Timer(0.2, stream.cancel).start()
+    started = time.monotonic()
+    with pytest.raises(GenerationCancelled):
+        next(stream)
+    assert time.monotonic() - started < 2
+    wait_for(lambda: "other" in cancelled(client))
+
+
+def test_cancel_after_the_end_does_nothing(client: SkippyClient) -> None:
+    stream = client.stream(script(tokens=2))
+    assert stream.result().num_output_tokens == 2
+    stream.cancel()
+    assert stream.result().text == "t0 t1 "
+
+
+def test_timeout(client: SkippyClient) -> None:
+    started = time.monotonic()
+    with pytest.raises(GenerationTimeout, match=r"0\.4 s"):
+        client.generate(script(hang=True), timeout=0.4, request_id="late")
+    assert time.monotonic() - started < 2
+    wait_for(lambda: "late" in cancelled(client))
+    assert client.generate("x").text, "the connection goes on"
+
+
+def test_timeout_of_the_client(url: str) -> None:
+    with SkippyClient(url, timeout=0.3) as client:
+        with pytest.raises(GenerationTimeout):
+            client.generate(script(hang=True))
+        assert client.generate(script(tokens=5, delay_s=0.1), timeout=5).num_output_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"finals": 0}, "no response had a finish_reason"),
+        ({"finals": 2}, "after the last"),
+        ({"omit": ["text_output"]}, "text_output"),
+    ],
+)
+def test_broken_protocol(client: SkippyClient, plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(ServerFault, match=message):
+        client.generate(script(**plan))
+
+
+def test_status(client: SkippyClient) -> None:
+    status = client.status()
+    assert (status.ready, status.model) == (True, "scripted")
+    assert [stage.name for stage in status.stages] == ["stage_0"]
+    assert client.wait_ready(5).ready
+
+
+def test_close_ends_what_runs(url: str) -> None:
+    client = SkippyClient(url)
+    stream = client.stream(script(hang=True), request_id="closed")
+    next(stream)
+    client.close()
+    with pytest.raises(GenerationCancelled):
+        stream.result()
+    with pytest.raises(GenerationCancelled, match="closed"):
+        client.generate("x")
+    with SkippyClient(url) as other:
+        wait_for(lambda: "closed" in cancelled(other))
+
+
+def test_no_server() -> None:
+    with SkippyClient("127.0.0.1:9") as client:
+        with pytest.raises(ServerUnavailable, match=r"no server answers at 127\.0\.0\.1:9"):
+            client.generate("x")
+        with pytest.raises(ServerUnavailable, match=r"not ready after 0\.5 s: no server answers"):
+            client.wait_ready(0.5)

@@ -1,0 +1,249 @@
+"""Building requests and reading responses, without a network."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from skippy_client import (
+    GenerationCancelled,
+    GenerationTimeout,
+    InvalidRequest,
+    ServerFault,
+    ServerUnavailable,
+    SkippyError,
+    wire,
+)
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor, triton_to_np_dtype
+
+
+def tensors_of(request: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Tensors of a request as a server reads them."""
+    found = {}
+    for tensor, content in zip(request.inputs, request.raw_input_contents, strict=True):
+        if tensor.datatype == "BYTES":
+            value = deserialize_bytes_tensor(content)
+        else:
+            value = np.frombuffer(content, dtype=triton_to_np_dtype(tensor.datatype))
+        found[tensor.name] = value.reshape(tuple(tensor.shape))
+    return found
+
+
+def response(**outputs: Any) -> Any:
+    """A stream response with these outputs."""
+    message = service_pb2.ModelStreamInferResponse()
+    for name, value in outputs.items():
+        array = np.array([value if isinstance(value, list) else [value]])
+        texts = array.dtype.kind in "SUO"
+        if texts:
+            array = np.array([[value]], dtype=np.object_)
+        kind = "BYTES" if texts else {"seed": "UINT64"}.get(name, "INT32")
+        message.infer_response.outputs.add(name=name, datatype=kind, shape=array.shape)
+        content = (
+            serialize_byte_tensor(array).item() if texts else array.astype(triton_to_np_dtype(kind)).tobytes()
+        )
+        message.infer_response.raw_output_contents.append(content)
+    return message
+
+
+def test_request_has_only_what_was_given() -> None:
+    request = wire.build_request("skippy", "Grüße 🙂")
+    assert (request.model_name, request.id) == ("skippy", "")
+    tensors = tensors_of(request)
+    assert sorted(tensors) == ["stream", "text_input"]
+    assert tensors["text_input"].tolist() == [["Grüße 🙂".encode()]]
+    assert tensors["stream"].tolist() == [[True]]
+
+
+def test_request_types_and_shapes() -> None:
+    request = wire.build_request(
+        "ensemble",
+        None,
+        input_ids=[1, 2, np.int64(3)],
+        max_tokens=0,
+        temperature=0,
+        top_k=-2,
+        top_p=0.5,
+        min_p=float("nan"),
+        seed=2**64 - 1,
+        ignore_eos=False,
+        stop_words=["a", "b\x00é"],
+        request_id="mine",
+        timeout=3,
+    )
+    assert request.id == "mine"
+    tensors = tensors_of(request)
+    kinds = {tensor.name: (tensor.datatype, list(tensor.shape)) for tensor in request.inputs}
+    assert kinds == {
+        "input_ids": ("INT32", [1, 3]),
+        "max_tokens": ("INT32", [1, 1]),
+        "temperature": ("FP32", [1, 1]),
+        "top_k": ("INT32", [1, 1]),
+        "top_p": ("FP32", [1, 1]),
+        "min_p": ("FP32", [1, 1]),
+        "seed": ("UINT64", [1, 1]),
+        "ignore_eos": ("BOOL", [1, 1]),
+        "stop_words": ("BYTES", [1, 2]),
+        "stream": ("BOOL", [1, 1]),
+    }
+    assert tensors["seed"].tolist() == [[2**64 - 1]]
+    assert tensors["stop_words"].tolist() == [[b"a", "b\x00é".encode()]]
+    assert tensors["max_tokens"].tolist() == [[0]]
+    assert np.isnan(tensors["min_p"]).all(), "ranges with a meaning are the server's to judge"
+
+
+def test_messages_travel_as_json() -> None:
+    messages = [{"role": "user", "content": "é"}]
+    tensors = tensors_of(wire.build_request("skippy", None, messages=messages))
+    assert json.loads(tensors["messages"].item()) == messages
+
+
+def test_one_stop_word_is_not_a_list_of_characters() -> None:
+    tensors = tensors_of(wire.build_request("skippy", "x", stop_words="END"))
+    assert tensors["stop_words"].tolist() == [[b"END"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, "exactly one of prompt, input_ids and messages"),
+        ({"prompt": "x", "input_ids": [1]}, "got prompt and input_ids"),
+        ({"prompt": "x", "seed": -1}, "seed: got -1"),
+        ({"prompt": "x", "seed": 2**64}, "seed"),
+        ({"prompt": "x", "max_tokens": 2**31}, "max_tokens: got 2147483648"),
+        ({"prompt": "x", "max_tokens": 1.5}, "max_tokens: got 1.5"),
+        ({"prompt": "x", "max_tokens": True}, "max_tokens: got True"),
+        ({"prompt": "x", "top_k": "many"}, "top_k: got 'many'"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature: got 'hot'"),
+        ({"prompt": "x", "stop_words": [3]}, "stop_words: got 3"),
+        ({"prompt": "x", "temprature": 1}, "temprature: no such option"),
+        ({"prompt": "\ud800"}, "prompt: not valid Unicode at character 0"),
+        ({"prompt": 3}, "prompt: got 3"),
+        ({"input_ids": [2**31]}, "input_ids"),
+        ({"input_ids": ["a"]}, "input_ids: got 'a'"),
+        ({"messages": {"role": "user"}}, "messages"),
+        ({"messages": "hello"}, "messages: got 'hello'"),
+        ({"messages": [{"role": object()}]}, "messages"),
+    ],
+)
+def test_what_cannot_travel_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named.replace("(", r"\(")):
+        wire.build_request("skippy", options.pop("prompt", None), **options)
+
+
+def test_chunk() -> None:
+    chunk = wire.parse_chunk(
+        response(
+            text_output="né".encode(),
+            output_ids=[5, 6],
+            finish_reason=b"stop",
+            num_input_tokens=9,
+            num_output_tokens=2,
+            seed=2**64 - 1,
+        )
+    )
+    assert (chunk.text, chunk.token_ids, chunk.finish_reason) == ("né", (5, 6), "stop")
+    assert (chunk.num_input_tokens, chunk.num_output_tokens, chunk.seed) == (9, 2, 2**64 - 1)
+
+
+def test_chunk_with_the_least_outputs() -> None:
+    chunk = wire.parse_chunk(response(text_output=b"", finish_reason=b""))
+    assert (chunk.text, chunk.token_ids, chunk.num_output_tokens, chunk.seed) == ("", (), 0, None)
+
+
+@pytest.mark.parametrize("missing", ["text_output", "finish_reason"])
+def test_chunk_of_another_model(missing: str) -> None:
+    outputs = {"text_output": b"", "finish_reason": b""}
+    del outputs[missing]
+    with pytest.raises(ServerFault, match=missing):
+        wire.parse_chunk(response(**outputs))
+
+
+def test_status_takes_what_it_knows() -> None:
+    report = {
+        "ready": True,
+        "model": "m",
+        "active": 3,
+        "waiting": "many",
+        "novelty": [1],
+        "stages": [{"name": "s0", "ready": True, "kv_blocks": 8, "frames": True, "rows": None, "x": 1}, "?"],
+    }
+    status = wire.parse_status(json.dumps(report))
+    assert (status.ready, status.reason, status.model, status.active, status.waiting) == (
+        True,
+        "",
+        "m",
+        3,
+        None,
+    )
+    (stage,) = status.stages
+    assert (stage.name, stage.kv_blocks, stage.frames, stage.rows, stage.engine) == (
+        "s0",
+        8,
+        None,
+        None,
+        None,
+    )
+    assert status.raw == report
+    assert stage.raw["x"] == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "3"])
+def test_status_that_is_none(text: str) -> None:
+    with pytest.raises(ServerFault, match="status"):
+        wire.parse_status(text)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("INVALID_ARGUMENT", InvalidRequest),
+        ("NOT_FOUND", InvalidRequest),
+        ("UNAVAILABLE", ServerUnavailable),
+        ("RESOURCE_EXHAUSTED", ServerUnavailable),
+        ("CANCELLED", GenerationCancelled),
+        ("DEADLINE_EXCEEDED", GenerationTimeout),
+        ("INTERNAL", ServerFault),
+        ("UNKNOWN", ServerFault),
+        ("DATA_LOSS", ServerFault),
+    ],
+)
+def test_errors_by_status(code: str, error: type[SkippyError]) -> None:
+    raised = wire.error_of_status(getattr(grpc.StatusCode, code), "why", url="u", timeout=None)
+    assert type(raised) is error
+    assert str(raised) == "why"
+
+
+def test_errors_that_say_more() -> None:
+    refused = "failed to connect to all addresses; last error: ipv4:127.0.0.1:1: Connection refused"
+    raised = wire.error_of_status(grpc.StatusCode.UNAVAILABLE, refused, url="h:1", timeout=None)
+    assert str(raised) == "no server answers at h:1: Connection refused"
+    late = wire.error_of_status(
+        grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", url="h:1", timeout=2.5
+    )
+    assert str(late) == "no end after 2.5 s"
+    assert str(wire.error_of_status(grpc.StatusCode.INTERNAL, None, url="h:1", timeout=None)) == "INTERNAL"
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ("Request for unknown model: 'nope' is not found", InvalidRequest),
+        ("Request for unknown model: 'skippy' has no available versions", ServerUnavailable),
+        ("Request for unknown model: 'skippy' version 1 is not at ready state", ServerUnavailable),
+        ("[request id: a] unexpected shape for input 'max_tokens' for model 'skippy'.", InvalidRequest),
+        ("[request id: a] inference input 'seed' data-type is 'FP32', but", InvalidRequest),
+        ("unexpected inference input 'min_p' for model 'skippy'", InvalidRequest),
+        ("the stub died", ServerFault),
+    ],
+)
+def test_errors_without_status(message: str, error: type[SkippyError]) -> None:
+    refused = service_pb2.ModelStreamInferResponse(error_message=message)
+    with pytest.raises(error) as raised:
+        wire.parse_chunk(refused)
+    assert type(raised.value) is error
+    assert "request id" not in str(raised.value)
