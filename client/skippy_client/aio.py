@@ -176,6 +176,6 @@ class AsyncSkippyClient:
 
     def _start(self, request: Any, timeout: float | None) -> Any:
         try:
-            return self._stub.ModelStreamInfer(iter((request,)), timeout=timeout, metadata=wire.METADATA)
+            return self._stub.ModelStreamInfer(iter((request,)), timeout=timeout)
         except grpc.aio.UsageError as error:
             raise GenerationCancelled("the client is closed") from error

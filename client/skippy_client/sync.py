@@ -168,7 +168,7 @@ class SkippyClient:
 
     def _start(self, request: Any, timeout: float | None) -> Any:
         try:
-            return self._stub.ModelStreamInfer(iter((request,)), timeout=timeout, metadata=wire.METADATA)
+            return self._stub.ModelStreamInfer(iter((request,)), timeout=timeout)
         except ValueError as error:
             # What gRPC raises once its channel is closed.
             raise GenerationCancelled("the client is closed") from error

@@ -24,13 +24,6 @@ from skippy_client.errors import (
 )
 from skippy_client.types import Chunk, GenerateOptions, ServerStatus, StageStatus
 
-METADATA: Final = (("triton_grpc_error", "true"),)
-"""Makes Triton end a stream with a gRPC status when a request fails, instead of sending the bare message.
-
-The status carries the code. It also ends every other request of the stream, which is why each generation
-here has a stream of its own; streams share the channel's connection and cost little.
-"""
-
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -263,23 +256,32 @@ def error_of_status(code: Any, details: str | None, *, url: str, timeout: float 
     return _ERRORS.get(code.name, ServerFault)(text)
 
 
-_REFUSALS: Final[Sequence[tuple[str, type[SkippyError]]]] = (
+_MESSAGES: Final[Sequence[tuple[str, type[SkippyError]]]] = (
+    # The orchestrator's: a code, or for what it refuses "field: got value, expected limit".
+    (r"INVALID_ARG: ", InvalidRequest),
+    (r"UNAVAILABLE: ", ServerUnavailable),
+    (r"CANCELLED: ", GenerationCancelled),
+    (r"INTERNAL: ", ServerFault),
+    (r"\w+: got .*, expected ", InvalidRequest),
+    (r"cancelled by the client", GenerationCancelled),
+    (r"starting$|lost |the server is shutting down|.*, retry later$", ServerUnavailable),
+    # Triton's own, for what doesn't fit the model's configuration.
     (r"unexpected (inference input|shape for input)", InvalidRequest),
     (r"inference input '.*' data-type is", InvalidRequest),
-    (r"Request for unknown model: .* has no available versions", ServerUnavailable),
-    (r"Request for unknown model: .* is not at ready state", ServerUnavailable),
+    (r"Request for unknown model: .* (has no available versions|is not at ready state)", ServerUnavailable),
     (r"Request for unknown model", InvalidRequest),
 )
 
 
 def error_of_message(message: str) -> SkippyError:
-    """The exception for an error that came without a status, by how its message starts.
+    """The exception for an error inside a stream, which has no status, by how its message starts.
 
-    Triton itself refuses what doesn't fit a model's configuration in this way, METADATA or not: that is how
-    a client sees that the server has no such model, or a model of an older version.
+    The header ``triton_grpc_error`` would bring statuses, and with a stream per generation its ending of
+    the whole stream wouldn't matter. But tritonserver 2.51.0 dies of it (signal 11) when a few
+    generations fail at the same time, so it is never sent.
     """
     text = re.sub(r"^\[request id: [^\]]*\] ", "", message)
-    for pattern, error in _REFUSALS:
-        if re.match(pattern, text):
-            return error(text)
+    for pattern, error in _MESSAGES:
+        if re.match(pattern, text, re.DOTALL):
+            return error(re.sub(r"^(INVALID_ARG|UNAVAILABLE|CANCELLED|INTERNAL): ", "", text))
     return ServerFault(text)

@@ -91,7 +91,7 @@ class TritonPythonModel:
                 return
         if script.error is not None:
             code, message = script.error
-            error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+            error = pb_utils.TritonError(f"{code}: {message}", getattr(pb_utils.TritonError, code))
             sender.send(pb_utils.InferenceResponse(error=error), flags=FINAL)
         elif script.finals == 0:
             sender.send(flags=FINAL)
