@@ -7,6 +7,7 @@ Values are integers below 2**16, exact in float32, and do not depend on where th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -143,4 +144,4 @@ def reference(prompt: Sequence[int], count: int, sampling: SamplingParams | None
 def cut(stages: int, **options: object) -> list[ScriptedEngine]:
     """The scripted model in so many stages."""
     ends = [LAYERS * i // stages for i in range(stages + 1)]
-    return [ScriptedEngine(a, b, **options) for a, b in zip(ends, ends[1:], strict=False)]  # type: ignore[arg-type]
+    return [ScriptedEngine(a, b, **options) for a, b in itertools.pairwise(ends)]  # type: ignore[arg-type]

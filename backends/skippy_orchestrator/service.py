@@ -267,7 +267,9 @@ class Service:
         else:
             pids = [stage.status.pid if stage.status else 0 for stage in health]
             lost = next((s for s in health if s.reason), None)
-            restarted = next((s for s, old, new in zip(health, self._pids, pids, strict=True) if old != new), None)
+            restarted = next(
+                (s for s, old, new in zip(health, self._pids, pids, strict=True) if old != new), None
+            )
             if lost is not None:
                 self._pipeline.fail(lost.name, lost.reason)
             elif restarted is not None:
@@ -299,7 +301,7 @@ class Service:
         self._core = Core(
             len(stages),
             budget,
-            self._text.eog_ids,
+            self._text.end_tokens,
             settings.scheduler,
             settings.prefill,
             settings.limits,

@@ -111,7 +111,11 @@ class Session:
             chunk = self._prefill.next_chunk(room)
             if chunk is not None:
                 return PrefillStep(
-                    session=self.id, epoch=self.epoch, pos_start=chunk.start, rows=chunk.rows, sample=chunk.sample
+                    session=self.id,
+                    epoch=self.epoch,
+                    pos_start=chunk.start,
+                    rows=chunk.rows,
+                    sample=chunk.sample,
                 )
         return None
 
@@ -179,5 +183,7 @@ class Session:
     def check_integrity(self) -> None:
         """Raise AssertionError when the machine's parts disagree."""
         self._prefill.check_integrity()
-        assert self.n_output <= self.request.max_tokens, f"{self.n_output} tokens of {self.request.max_tokens}"
+        assert self.n_output <= self.request.max_tokens, (
+            f"{self.n_output} tokens of {self.request.max_tokens}"
+        )
         assert (self.phase is Phase.PREFILL) == (not self._prefill.planned) or self.phase is Phase.ENDED

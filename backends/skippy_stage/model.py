@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
 from skippy_stage.engines.environment import prepare_environment
 
 prepare_environment()

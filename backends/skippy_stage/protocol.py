@@ -53,7 +53,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     """Base of all messages: immutable, encoded as arrays, unknown content refused."""
 
 
-class SamplingParams(Message, kw_only=True):
+class SamplingParams(Message, frozen=True, kw_only=True):
     """How tokens are drawn (spec 5.2; defaults are greedy).
 
     ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` is always set:
@@ -73,7 +73,7 @@ class SamplingParams(Message, kw_only=True):
         return self.temperature == 0.0
 
 
-class OpenStep(Message, tag="open", kw_only=True):
+class OpenStep(Message, tag="open", frozen=True, kw_only=True):
     """Make a session. Comes before its first row on every stage; no rows of its own.
 
     ``max_tokens`` is the most positions the session will ever hold, uncommitted ones included.
@@ -84,7 +84,7 @@ class OpenStep(Message, tag="open", kw_only=True):
     sampling: SamplingParams = SamplingParams()
 
 
-class PrefillStep(Message, tag="prefill", kw_only=True):
+class PrefillStep(Message, tag="prefill", frozen=True, kw_only=True):
     """``rows`` prompt tokens from position ``pos_start``; with ``sample`` the last row predicts.
 
     ``lookahead`` further tokens follow in the token tensor without being executed, for a last stage
@@ -99,7 +99,7 @@ class PrefillStep(Message, tag="prefill", kw_only=True):
     lookahead: int = 0
 
 
-class DecodeStep(Message, tag="decode", kw_only=True):
+class DecodeStep(Message, tag="decode", frozen=True, kw_only=True):
     """One committed token at ``pos_start``; predicts the next."""
 
     session: int
@@ -107,7 +107,7 @@ class DecodeStep(Message, tag="decode", kw_only=True):
     pos_start: int
 
 
-class VerifyStep(Message, tag="verify", kw_only=True):
+class VerifyStep(Message, tag="verify", frozen=True, kw_only=True):
     """A verify window: ``rows`` inputs from ``pos_start``, each row predicts (spec 7.5)."""
 
     session: int
@@ -117,7 +117,7 @@ class VerifyStep(Message, tag="verify", kw_only=True):
     window: int
 
 
-class TrimStep(Message, tag="trim", kw_only=True):
+class TrimStep(Message, tag="trim", frozen=True, kw_only=True):
     """Cut the session back to ``length`` positions without running a row."""
 
     session: int
@@ -158,7 +158,7 @@ def tokens_of(step: Step) -> int:
     return rows_of(step) + (step.lookahead if isinstance(step, PrefillStep) else 0)
 
 
-class FrameHeader(Message, tag="frame", kw_only=True):
+class FrameHeader(Message, tag="frame", frozen=True, kw_only=True):
     """One frame for one stage."""
 
     version: int = PROTOCOL_VERSION
@@ -175,7 +175,7 @@ class FrameHeader(Message, tag="frame", kw_only=True):
     """Stages expected to compute while this frame does: stages that share cores divide them by it."""
 
 
-class StatusRequest(Message, tag="status", kw_only=True):
+class StatusRequest(Message, tag="status", frozen=True, kw_only=True):
     """Ask a stage who it is and how it is; answered at once, outside the order of frames."""
 
     version: int = PROTOCOL_VERSION
@@ -185,17 +185,17 @@ class StatusRequest(Message, tag="status", kw_only=True):
 Request: TypeAlias = FrameHeader | StatusRequest
 
 
-class StepOk(Message, tag="ok", kw_only=True):
+class StepOk(Message, tag="ok", frozen=True, kw_only=True):
     """The step ran. ``tokens`` are the last stage's predictions, empty on the others."""
 
     tokens: tuple[int, ...] = ()
 
 
-class StepSkipped(Message, tag="skipped", kw_only=True):
+class StepSkipped(Message, tag="skipped", frozen=True, kw_only=True):
     """The step was stale (ended session, dead epoch, or after a failure of the same epoch)."""
 
 
-class StepFailed(Message, tag="failed", kw_only=True):
+class StepFailed(Message, tag="failed", frozen=True, kw_only=True):
     """The step failed alone; the rest of the frame went on."""
 
     code: ErrorCode
@@ -205,7 +205,7 @@ class StepFailed(Message, tag="failed", kw_only=True):
 StepStatus: TypeAlias = StepOk | StepSkipped | StepFailed
 
 
-class FrameResult(Message, tag="result", kw_only=True):
+class FrameResult(Message, tag="result", frozen=True, kw_only=True):
     """What became of a frame: one status per step of its header, in order, and what it cost."""
 
     incarnation: int
@@ -217,7 +217,7 @@ class FrameResult(Message, tag="result", kw_only=True):
     """Rows that were executed."""
 
 
-class StageStatus(Message, tag="stage", kw_only=True):
+class StageStatus(Message, tag="stage", frozen=True, kw_only=True):
     """Who a stage is (handshake) and how it is (heartbeat)."""
 
     version: int = PROTOCOL_VERSION

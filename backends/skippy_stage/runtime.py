@@ -31,25 +31,22 @@ from skippy_stage import protocol
 from skippy_stage.engines.base import Batch, Hidden, SequenceRows, StageEngine
 from skippy_stage.errors import ErrorCode, ProtocolError, SkippyError
 from skippy_stage.protocol import (
-    DecodeStep,
     FrameHeader,
     FrameResult,
     OpenStep,
-    PrefillStep,
     RowStep,
     SamplingParams,
     StageStatus,
-    Step,
     StepFailed,
     StepOk,
     StepSkipped,
     StepStatus,
     TrimStep,
-    VerifyStep,
 )
 from skippy_stage.sampling import sample_rows
 
 R = TypeVar("R", bound=Hashable)
+S = TypeVar("S", bound=np.generic)
 Tokens = npt.NDArray[np.int32]
 Clock = Callable[[], float]
 
@@ -105,7 +102,9 @@ class StageCounters:
 class StageRuntime(Generic[R]):
     """Runs the frames of one stage on one engine. ``R`` is whatever answers a frame (a response sender)."""
 
-    def __init__(self, engine: StageEngine, name: str, index: int = 0, threads: int = 0, clock: Clock = time.monotonic):
+    def __init__(
+        self, engine: StageEngine, name: str, index: int = 0, threads: int = 0, clock: Clock = time.monotonic
+    ):
         self._engine = engine
         self._name = name
         self._index = index
@@ -173,7 +172,7 @@ class StageRuntime(Generic[R]):
         expected = sum(map(protocol.tokens_of, header.steps))
         if tokens.shape != (expected,):
             raise ProtocolError(f"token tensor of shape {tokens.shape} for {expected} tokens")
-        if expected and not (0 <= int(tokens.min()) and int(tokens.max()) < info.vocab_size):
+        if expected and (tokens.min() < 0 or tokens.max() >= info.vocab_size):
             raise ProtocolError(f"token id outside 0..{info.vocab_size - 1}")
         rows = sum(map(protocol.rows_of, header.steps))
         if info.is_first:
@@ -267,7 +266,9 @@ class StageRuntime(Generic[R]):
                 continue
             session = self._sessions.get(step.session)
             if session is None:
-                statuses[index] = StepFailed(code=ErrorCode.INTERNAL, message=f"unknown session {step.session}")
+                statuses[index] = StepFailed(
+                    code=ErrorCode.INTERNAL, message=f"unknown session {step.session}"
+                )
                 continue
             if step.epoch < live.get(step.session, 0) or step.epoch <= session.failed_epoch:
                 continue
@@ -301,7 +302,8 @@ class StageRuntime(Generic[R]):
         if position > have:
             return f"session is behind: has {have} positions, the step starts at {position}"
         if position + protocol.rows_of(step) > session.max_tokens:
-            return f"step ends at {position + protocol.rows_of(step)}, the session has room for {session.max_tokens}"
+            end = position + protocol.rows_of(step)
+            return f"step ends at {end}, the session has room for {session.max_tokens}"
         del session.tokens[position:]
         return ""
 
@@ -414,15 +416,19 @@ class StageRuntime(Generic[R]):
         """Raise AssertionError when sessions, engine and queue disagree. Call it while the stage is idle."""
         self._engine.check_integrity()
         cached = self._engine.usage().cached
-        assert cached.keys() == self._sessions.keys(), f"engine has {cached.keys()}, runtime {self._sessions.keys()}"
+        assert cached.keys() == self._sessions.keys(), (
+            f"engine has {cached.keys()}, runtime {self._sessions.keys()}"
+        )
         for name, session in self._sessions.items():
-            assert cached[name] >= len(session.tokens), f"session {name}: {cached[name]} cached, {len(session.tokens)} known"
+            assert cached[name] >= len(session.tokens), (
+                f"session {name}: {cached[name]} cached, {len(session.tokens)} known"
+            )
             assert len(session.tokens) <= session.max_tokens, f"session {name} has grown past its room"
         counters = self._counters
         assert counters.sessions == len(self._sessions), f"{counters.sessions} sessions counted"
 
 
-def _gather(parts: list[npt.NDArray[np.generic]], whole: npt.NDArray[np.generic] | None = None) -> npt.NDArray[np.generic]:
+def _gather(parts: list[npt.NDArray[S]], whole: npt.NDArray[S] | None = None) -> npt.NDArray[S]:
     """Put slices side by side; without a copy when they are the whole array or one slice."""
     if whole is not None and sum(map(len, parts)) == len(whole):
         return whole

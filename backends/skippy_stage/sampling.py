@@ -58,8 +58,8 @@ def _nucleus(scores: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.in
         order = head[np.lexsort((head, -weights[head]))]
         reached = np.cumsum(weights[order])
         if reached[-1] >= needed or size == len(scores):
-            keep = int(np.searchsorted(reached, needed)) + 1
-            return order[:keep]
+            kept: npt.NDArray[np.int64] = order[: int(np.searchsorted(reached, needed)) + 1]
+            return kept
         size = len(scores)
 
 

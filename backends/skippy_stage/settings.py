@@ -33,8 +33,8 @@ class StageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         str,
         Meta(
             min_length=1,
-            description="Where the weights are: a safetensors folder, a .gguf file, or `package:NAME/FILE` for a file "
-            "inside an installed Python package. Relative paths start at $SKIPPY_MODELS.",
+            description="Where the weights are: a safetensors folder, a .gguf file, or `package:NAME/FILE` for "
+            "a file inside an installed Python package. Relative paths start at $SKIPPY_MODELS.",
         ),
     ]
     first_layer: Annotated[int, Meta(ge=0, description="First layer of the stage.")]
@@ -51,11 +51,16 @@ class StageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = "cpu"
     weights: Annotated[
         WeightFormat,
-        Meta(description="CPU linears: packed `f16` (f32 accumulation), `f32`, or dynamic `int8`. On CUDA f16 or f32."),
+        Meta(
+            description="CPU linears: packed `f16` (f32 accumulation), `f32`, or dynamic `int8`. "
+            "On CUDA f16 or f32."
+        ),
     ] = "f16"
     link_dtype: Annotated[
         LinkDtype,
-        Meta(description="Type of the hidden rows that leave the stage; `auto` is what the engine computes in."),
+        Meta(
+            description="Type of the hidden rows that leave the stage; `auto` is what the engine computes in."
+        ),
     ] = "auto"
     threads: Annotated[
         int, Meta(ge=0, le=1024, description="CPU threads for one frame; 0 takes all cores of the machine.")
@@ -99,4 +104,4 @@ def from_parameters(kind: type[T], parameters: Mapping[str, str]) -> T:
 def _is_text(annotation: object) -> bool:
     base = getattr(annotation, "__origin__", annotation)
     args = getattr(base, "__args__", ())
-    return base is str or bool(args) and all(isinstance(arg, str) for arg in args)
+    return base is str or (bool(args) and all(isinstance(arg, str) for arg in args))

@@ -64,15 +64,14 @@ skippy_make_venv() {
     }
 }
 
-# The CPU build has the local version "+cpu", so this pin can never fetch gigabytes of CUDA libraries. A package
-# index that doesn't carry it is helped out by PyTorch's own.
+# torch comes first and alone. The CPU build (local version "+cpu") is asked for by name, so that where it can be had
+# no gigabytes of CUDA libraries are fetched; elsewhere the plain pin serves as well, and without its dependencies.
 skippy_install_torch() {
     local pin
-    pin=$(grep -E '^torch==' "$skippy_root/requirements/runtime.txt")+cpu
+    pin=$(grep -E '^torch==' "$skippy_root/requirements/runtime.txt")
     skippy_say "$pin"
-    skippy_pip install --no-deps "$pin" 2>/dev/null ||
-        skippy_pip install --no-deps --index-url https://download.pytorch.org/whl/cpu "$pin" ||
-        skippy_die "no CPU build $pin for this Python; see above"
+    skippy_pip install --no-deps "$pin+cpu" 2>/dev/null || skippy_pip install --no-deps "$pin" ||
+        skippy_die "no $pin for this Python; see above"
 }
 
 skippy_install() {

@@ -8,21 +8,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from skippy_orchestrator.deployment import Deployment, ServerSection
-from skippy_tools.pbtxt import ModelConfig, render
-from skippy_tools.repository import INPUTS, OUTPUTS
+from skippy_tools.paths import MODEL_REPOSITORY
 from skippy_tools.server import ServerProcess
+
+from tests.triton_server import assert_no_traces
+
+OURS = 'backend: "skippy_orchestrator"'
 
 
 @contextlib.contextmanager
 def run_scripted_server(folder: Path) -> Iterator[ServerProcess]:
-    """Start the server, wait until it is ready, and leave nothing of it at the end.
+    """Start the server, wait until it is ready, and assert that nothing of it is left at the end.
 
-    The model has exactly the tensors of the orchestrator, and the Python backend instead of ours.
+    The model has the committed configuration of the orchestrator, with Triton's Python backend as backend.
     """
+    config = (MODEL_REPOSITORY / "skippy" / "config.pbtxt").read_text()
+    assert OURS in config
     model = folder / "repository" / "skippy"
     (model / "1").mkdir(parents=True)
     shutil.copy(Path(__file__).with_name("scripted_model.py"), model / "1" / "model.py")
-    (model / "config.pbtxt").write_text(render(ModelConfig("skippy", "python", 1, INPUTS, OUTPUTS, {})))
+    (model / "config.pbtxt").write_text(config.replace(OURS, 'backend: "python"'))
     deployment = Deployment(server=ServerSection(http_port=0, grpc_port=0, metrics_port=0))
-    with ServerProcess(deployment, model_repository=folder / "repository") as server:
-        yield server
+    server = ServerProcess(deployment, model_repository=folder / "repository")
+    try:
+        with server:
+            yield server
+    finally:
+        assert_no_traces(server.shm_prefix)

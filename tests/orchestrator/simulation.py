@@ -76,7 +76,8 @@ class Simulation:
             limits or LimitsSection(),
         )
         self.runtimes: list[StageRuntime[Flight]] = [
-            StageRuntime(engine, f"stage_{i}", i, clock=lambda: self.now) for i, engine in enumerate(self.engines)
+            StageRuntime(engine, f"stage_{i}", i, clock=lambda: self.now)
+            for i, engine in enumerate(self.engines)
         ]
         self.names = [f"stage_{i}" for i in range(len(self.engines))]
         self.seen: dict[int, Seen] = {}

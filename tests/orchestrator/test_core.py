@@ -86,7 +86,11 @@ def test_a_long_prompt_does_not_hold_up_running_streams() -> None:
     before = len(sim.headers)
     sim.submit(2, list(range(1, 200)), 1)
     sim.check_empty()
-    mixed = [h for stage, h in sim.headers[before:] if stage == 0 and any(isinstance(s, PrefillStep) for s in h.steps)]
+    mixed = [
+        h
+        for stage, h in sim.headers[before:]
+        if stage == 0 and any(isinstance(s, PrefillStep) for s in h.steps)
+    ]
     assert len(mixed) >= 24
     for header in mixed:
         assert sum(rows_of(s) for s in header.steps if isinstance(s, PrefillStep)) <= 9
@@ -158,7 +162,9 @@ def test_cancel_at_any_moment_frees_every_stage_in_the_next_frame(progress: int)
     sim.check_empty()
     assert other.tokens == reference([7, 7], 10)
     if later:
-        steps_after = [s for _, h in sim.headers if h.frame > later[0].frame for s in h.steps if s.session == 1]
+        steps_after = [
+            s for _, h in sim.headers if h.frame > later[0].frame for s in h.steps if s.session == 1
+        ]
         assert not steps_after
 
 
@@ -229,7 +235,9 @@ def test_any_order_of_events_gives_the_reference_and_leaves_nothing(data: st.Dat
         match draw(st.sampled_from(["submit", "submit", "advance", "advance", "advance", "cancel"])):
             case "submit":
                 prompt = draw(st.lists(st.integers(0, 250), min_size=1, max_size=20))
-                params = draw(st.sampled_from([SamplingParams(), SamplingParams(temperature=0.7, seed=3, top_k=40)]))
+                params = draw(
+                    st.sampled_from([SamplingParams(), SamplingParams(temperature=0.7, seed=3, top_k=40)])
+                )
                 asked[session] = (prompt, draw(st.integers(1, 12)), params)
                 sim.submit(session, prompt, asked[session][1], sampling=params)
             case "advance":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from skippy_stage.engines.base import Batch
@@ -33,7 +35,9 @@ class Stage:
         self.runtime: StageRuntime[int] = StageRuntime(self.engine, "stage_0")
         self.number = 0
 
-    def accept(self, *steps: Step, tokens: list[int] = [], incarnation: int = 1, **header: object) -> list[int]:  # noqa: B006
+    def accept(
+        self, *steps: Step, tokens: Sequence[int] = (), incarnation: int = 1, **header: object
+    ) -> list[int]:
         self.number += 1
         frame = FrameHeader(incarnation=incarnation, frame=self.number, steps=steps, **header)  # type: ignore[arg-type]
         return self.runtime.accept(frame, np.array(tokens, np.int32), None, self.number)
@@ -215,10 +219,17 @@ def test_hidden_rows_of_ok_steps_only_in_order() -> None:
     assert queued is not None
     result, hidden = stage.runtime.execute(queued)
     assert hidden is not None
-    assert len(hidden) == sum(rows_of(s) for s, status in zip(frame.steps, result.statuses, strict=True) if isinstance(status, StepOk))
+    assert len(hidden) == sum(
+        rows_of(s)
+        for s, status in zip(frame.steps, result.statuses, strict=True)
+        if isinstance(status, StepOk)
+    )
     alone = Stage(ScriptedEngine(0, 3))
     alone.runtime.accept(
-        FrameHeader(incarnation=1, frame=1, steps=(opened(2), prefill(2, 0, 1))), np.array([4], np.int32), None, 0
+        FrameHeader(incarnation=1, frame=1, steps=(opened(2), prefill(2, 0, 1))),
+        np.array([4], np.int32),
+        None,
+        0,
     )
     queued = alone.runtime.take(timeout=0)
     assert queued is not None
@@ -270,6 +281,12 @@ def test_status_counts_and_integrity_names_what_is_wrong() -> None:
     stage = Stage()
     stage.frame(opened(), prefill(1, 0, 2), tokens=[1, 2])
     status = stage.runtime.status(check_integrity=True)
-    assert (status.sessions, status.frames, status.rows, status.last_frame, status.integrity) == (1, 1, 2, 1, "")
+    assert (status.sessions, status.frames, status.rows, status.last_frame, status.integrity) == (
+        1,
+        1,
+        2,
+        1,
+        "",
+    )
     stage.engine.close(1)
     assert "runtime" in stage.runtime.status(check_integrity=True).integrity

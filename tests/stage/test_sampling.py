@@ -31,7 +31,9 @@ def naive(logits: np.ndarray, params: SamplingParams) -> set[int]:
     return set(ids)
 
 
-@given(rows, st.integers(0, 70), st.sampled_from([1.0, 0.9, 0.5, 0.05]), st.sampled_from([0.0, 0.01, 0.3, 1.0]))
+@given(
+    rows, st.integers(0, 70), st.sampled_from([1.0, 0.9, 0.5, 0.05]), st.sampled_from([0.0, 0.01, 0.3, 1.0])
+)
 @settings(max_examples=300, deadline=None)
 def test_filters_equal_their_definitions(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> None:
     params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -70,7 +72,12 @@ def test_noise_is_a_pure_function_and_differs_in_every_argument() -> None:
     ids = np.arange(1000)
     base = gumbel(1, 0, 5, ids)
     np.testing.assert_array_equal(base[100:200], gumbel(1, 0, 5, ids[100:200]))
-    for other in (gumbel(2, 0, 5, ids), gumbel(1, 1, 5, ids), gumbel(1, 0, 6, ids), gumbel(2**64 - 1, 0, 5, ids)):
+    for other in (
+        gumbel(2, 0, 5, ids),
+        gumbel(1, 1, 5, ids),
+        gumbel(1, 0, 6, ids),
+        gumbel(2**64 - 1, 0, 5, ids),
+    ):
         assert np.abs(np.corrcoef(base, other)[0, 1]) < 0.15
         assert not np.array_equal(base, other)
 

@@ -17,7 +17,9 @@ class LocalPending:
     """A frame that a stage in this process has queued."""
 
     def __init__(self) -> None:
-        self._results: queue.SimpleQueue[tuple[FrameResult, Hidden | None] | SkippyError] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[FrameResult, Hidden | None] | SkippyError] = (
+            queue.SimpleQueue()
+        )
 
     def put(self, result: tuple[FrameResult, Hidden | None] | SkippyError) -> None:
         """The stage answers."""

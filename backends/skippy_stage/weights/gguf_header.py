@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata and where each tensor lies.
 
 ``gguf.GGUFReader`` makes an object of every vocabulary entry, which takes seconds; a launcher only wants
-the model's shape. Strings inside arrays are walked over here and not kept.
+the model's shape. Arrays of strings are walked over here; ``read_strings`` fetches one when it is wanted.
 """
 
 from __future__ import annotations
@@ -48,13 +48,22 @@ class GgufTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class StringArray:
+    """Where an array of strings lies in the file."""
+
+    offset: int
+    """Bytes from the start of the file to the first entry."""
+    length: int
+    """Number of entries."""
+
+
+@dataclass(frozen=True, slots=True)
 class GgufHeader:
     """What a GGUF file says of itself."""
 
     metadata: dict[str, Scalar | tuple[Scalar, ...]]
     """Scalars, strings, and arrays of numbers. Arrays of strings are left out."""
-    string_array_lengths: dict[str, int]
-    """Number of entries of each array of strings."""
+    string_arrays: dict[str, StringArray]
     tensors: dict[str, GgufTensor]
 
 
@@ -64,6 +73,16 @@ def read_header(path: Path, data: mmap.mmap) -> GgufHeader:
         return _Reader(data).header()
     except (struct.error, KeyError, UnicodeDecodeError, _DamagedError) as error:
         raise SkippyError(f"{path}: not a readable GGUF file: {error!r}") from None
+
+
+def read_strings(data: mmap.mmap, array: StringArray) -> list[str]:
+    """The entries of an array of strings that ``read_header`` walked over."""
+    unpack, at, strings = _U64.unpack_from, array.offset, []
+    for _ in range(array.length):
+        end = at + 8 + unpack(data, at)[0]
+        strings.append(data[at + 8 : end].decode("utf-8", "replace"))
+        at = end
+    return strings
 
 
 class _DamagedError(Exception):
@@ -84,7 +103,7 @@ class _Reader:
             raise _DamagedError(f"version {version}, known: 2 and 3")
         tensor_count, pair_count = self._number(_U64), self._number(_U64)
         metadata: dict[str, Scalar | tuple[Scalar, ...]] = {}
-        lengths: dict[str, int] = {}
+        arrays: dict[str, StringArray] = {}
         for _ in range(pair_count):
             key, kind = self._string(), self._number(_U32)
             if kind != _ARRAY:
@@ -92,7 +111,7 @@ class _Reader:
                 continue
             item, count = self._number(_U32), self._number(_U64)
             if item == _STRING:
-                lengths[key] = count
+                arrays[key] = StringArray(self._at, count)
                 self._skip_strings(count)
             else:
                 metadata[key] = self._numbers(item, count)
@@ -110,7 +129,7 @@ class _Reader:
             name: GgufTensor(tensor.shape, tensor.kind, start + tensor.offset)
             for name, tensor in tensors.items()
         }
-        return GgufHeader(metadata, lengths, placed)
+        return GgufHeader(metadata, arrays, placed)
 
     def _number(self, form: struct.Struct) -> int:
         (value,) = form.unpack_from(self._data, self._at)

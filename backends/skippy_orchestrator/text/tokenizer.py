@@ -1,0 +1,72 @@
+"""The text side of a model: prompts to tokens, tokens to bytes, and which tokens end a generation."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from skippy_stage.errors import InvalidArgument
+from tokenizers import Tokenizer
+
+from skippy_orchestrator.text.chat import ChatTemplate, parse_messages
+from skippy_orchestrator.text.detokenizer import Detokenizer, token_bytes
+from skippy_orchestrator.text.vocabulary import read_vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """A model's tokenizer and chat template; safe to use from several threads."""
+
+    token_bytes: list[bytes] = field(repr=False)
+    """What each token stands for in generated text, by id (detokenizer.token_bytes)."""
+    end_tokens: frozenset[int]
+    _tokenizer: Tokenizer = field(repr=False)
+    _template: ChatTemplate | None = field(repr=False)
+
+    @classmethod
+    def load(cls, path: Path) -> TextModel:
+        """Read the tokenizer of a safetensors folder or a GGUF file.
+
+        Raises SkippyError when it cannot be read, UnsupportedModel for a tokenizer that isn't computed here.
+        """
+        vocabulary = read_vocabulary(path)
+        template = vocabulary.chat_template
+        return cls(
+            token_bytes(vocabulary.tokenizer),
+            vocabulary.end_tokens,
+            vocabulary.tokenizer,
+            ChatTemplate(template, vocabulary.bos_token, vocabulary.eos_token) if template else None,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest token id."""
+        return len(self.token_bytes)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for vocabularies that give the same text for the same ids."""
+        return hashlib.sha256(b"".join(b"%d:%b" % (len(t), t) for t in self.token_bytes)).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a plain prompt, with the special tokens that the tokenizer itself adds (BOS, mostly)."""
+        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
+
+    def encode_chat(self, messages: str) -> list[int]:
+        """Tokens of a conversation given as JSON; the template brings all special tokens itself.
+
+        Raises InvalidArgument for ``messages`` that aren't a conversation, or when the model has no template.
+        """
+        conversation = parse_messages(messages)
+        if self._template is None:
+            raise InvalidArgument(
+                "messages", messages, "text_input or input_ids: this model has no chat template"
+            )
+        return list(self._tokenizer.encode(self._template.render(conversation), add_special_tokens=False).ids)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of a whole generation; special tokens are left out."""
+        detokenizer = Detokenizer(self.token_bytes)
+        return "".join([detokenizer.push(token) for token in tokens]) + detokenizer.flush()
