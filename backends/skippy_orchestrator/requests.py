@@ -149,9 +149,9 @@ def _prompt(inputs: Inputs, text: TextModel, limits: LimitsSection) -> tuple[str
         )
     (field,) = given
     if field == "input_ids":
-        tokens = [int(token) for token in _values(inputs, field)]
+        tokens = _values(inputs, field)
         for token in tokens:
-            if not 0 <= token < text.vocab_size:
+            if type(token) is not int or not 0 <= token < text.vocab_size:
                 raise InvalidArgument(field, token, f"token ids of 0 to {text.vocab_size - 1}")
     else:
         value = _text(field, _one(inputs, field), limits.max_text_bytes)
@@ -208,7 +208,7 @@ def _integer(inputs: Inputs, name: str, default: int, low: int, high: int) -> in
     if name not in inputs:
         return default
     value = _one(inputs, name)
-    if not isinstance(value, int) or not low <= value <= high:
+    if type(value) is not int or not low <= value <= high:
         raise InvalidArgument(name, value, f"an integer of {low} to {high}")
     return value
 
@@ -225,7 +225,10 @@ def _real(inputs: Inputs, name: str, default: float, low: float, high: float) ->
 
 
 def _flag(inputs: Inputs, name: str) -> bool:
-    return name in inputs and bool(_one(inputs, name))
+    value = _one(inputs, name) if name in inputs else False
+    if not isinstance(value, bool):
+        raise InvalidArgument(name, value, "true or false")
+    return value
 
 
 def _text(name: str, value: object, limit: int) -> str:

@@ -99,6 +99,8 @@ def _folder_template(folder: Path, config: dict[str, Any]) -> str:
 
 
 def _from_gguf(path: Path) -> Vocabulary:
+    if not path.is_file():
+        raise SkippyError(f"{path}: does not exist")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         header = read_header(path, data)
         tokens = _strings(path, data, header, "tokenizer.ggml.tokens")
@@ -148,11 +150,11 @@ def _byte_level_bpe(
         )
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     # Llama 3 keeps whole words that its merges don't lead to.
-    model = models.BPE(
-        vocab={token: index for index, token in enumerate(tokens)},
-        merges=pairs,
-        ignore_merges=name == "llama-bpe",
-    )
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    try:
+        model = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=name == "llama-bpe")
+    except Exception as error:  # the library raises plain Exception
+        raise SkippyError(f"{path}: not a readable tokenizer: {error}") from None
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = words()
     tokenizer.decoder = decoders.ByteLevel()
