@@ -17,7 +17,7 @@ from skippy_orchestrator.deployment import OrchestratorSettings, effective_conte
 from skippy_orchestrator.pipeline.bls import BlsTransport
 from skippy_orchestrator.relay import CANCEL_PARAMETER, RELAY_PARAMETER, RelayModel
 from skippy_orchestrator.requests import INPUTS, asks_status
-from skippy_orchestrator.responses import ResponderSink, send_error, send_tensors
+from skippy_orchestrator.responses import Responder, ResponderSink
 from skippy_orchestrator.service import Service
 from skippy_orchestrator.text.tokenizer import TextModel
 
@@ -66,13 +66,13 @@ class Orchestrator:
     def execute(self, requests: list[Any]) -> None:
         """Validate and submit requests, answer status requests."""
         for request in requests:
-            sender = request.get_response_sender()
+            responder = Responder(request.get_response_sender())
             try:
-                self._receive(request, sender)
+                self._receive(request, responder)
             except Exception as error:
-                send_error(sender, error)
+                responder.send_error(error)
 
-    def _receive(self, request: Any, sender: Any) -> None:
+    def _receive(self, request: Any, responder: Responder) -> None:
         inputs: dict[str, Any] = {}
         for name in INPUTS:
             tensor = pb_utils.get_input_tensor_by_name(request, name)
@@ -85,19 +85,18 @@ class Orchestrator:
             self._service.cancel(self._relayed.get(cancelled, 0))
         if asks_status(inputs, parameters):
             status = json.dumps(self._service.status()).encode()
-            send_tensors(
-                sender, [pb_utils.Tensor("status", np.array([[status]], dtype=np.object_))], final=True
-            )
+            tensor = pb_utils.Tensor("status", np.array([[status]], dtype=np.object_))
+            responder.send_tensors([tensor], final=True)
             return
         generation = self._service.parse(inputs, parameters)
         self._service.check_ready()
         session = self._service.new_session()
-        sink = ResponderSink(sender)
+        sink = ResponderSink(responder)
         if isinstance(relay, str):
             # At once, so that a relay that waits for its first token holds no thread of the server's pool.
-            send_tensors(sender, [], final=False)
+            responder.send_tensors([], final=False)
             self._relayed[relay] = session
-            sink = RelayedSink(sender, self._relayed, relay)
+            sink = RelayedSink(responder, self._relayed, relay)
         self._service.submit(session, generation, sink)
 
     def finalize(self) -> None:
@@ -108,8 +107,8 @@ class Orchestrator:
 class RelayedSink(ResponderSink):
     """Answers a relayed request, and forgets its relay id with the last response."""
 
-    def __init__(self, sender: Any, relayed: dict[str, int], relay: str) -> None:
-        super().__init__(sender)
+    def __init__(self, responder: Responder, relayed: dict[str, int], relay: str) -> None:
+        super().__init__(responder)
         self._relayed = relayed
         self._relay = relay
 

@@ -2,8 +2,7 @@
 
 A Triton ensemble passes everything on but a client's cancel. A relay takes the request, calls the
 orchestrator with a relay id of its own making, forwards every response, and when its client cancels sends
-the orchestrator a cancel for that id. The parameter's name begins with ``triton_``, which the server's
-endpoints refuse from clients, so nobody outside can cancel by guessing.
+the orchestrator a cancel for that id. Relay ids are 128 random bits, so nobody else can cancel by guessing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import triton_python_backend_utils as pb_utils
 from skippy_stage.errors import Unavailable
 
 from skippy_orchestrator.requests import INPUTS, OUTPUTS
-from skippy_orchestrator.responses import send_error, send_tensors
+from skippy_orchestrator.responses import Responder
 
 RELAY_PARAMETER = "triton_skippy_relay"
 CANCEL_PARAMETER = "triton_skippy_cancel"
@@ -38,7 +37,7 @@ class RelayModel:
     def __init__(self, target: str, max_requests: int) -> None:
         self._target = target
         self._max_requests = max_requests
-        self._senders: dict[str, Any] = {}
+        self._clients: dict[str, Responder] = {}
         self._cancel_sent: dict[str, float] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -48,18 +47,18 @@ class RelayModel:
     def execute(self, requests: list[Any]) -> None:
         """Start a relay for every request; never raises."""
         for request in requests:
-            sender = request.get_response_sender()
+            client = Responder(request.get_response_sender())
             try:
-                self._start(request, sender)
+                self._start(request, client)
             except Exception as error:
-                send_error(sender, error)
+                client.send_error(error)
 
     def finalize(self) -> None:
         """End what is still running and stop watching."""
         self._stopping.set()
         self._poller.join(1.0)
 
-    def _start(self, request: Any, sender: Any) -> None:
+    def _start(self, request: Any, client: Responder) -> None:
         inputs = []
         for name in INPUTS:
             tensor = pb_utils.get_input_tensor_by_name(request, name)
@@ -75,19 +74,19 @@ class RelayModel:
             parameters=parameters,
         )
         with self._lock:
-            if len(self._senders) >= self._max_requests:
+            if len(self._clients) >= self._max_requests:
                 raise Unavailable(f"{self._max_requests} requests are relayed already, retry later")
-            self._senders[relay] = sender
-        threading.Thread(target=self._relay, args=(relay, call, sender), name="relay", daemon=True).start()
+            self._clients[relay] = client
+        threading.Thread(target=self._relay, args=(relay, call, client), name="relay", daemon=True).start()
 
-    def _relay(self, relay: str, call: Any, sender: Any) -> None:
+    def _relay(self, relay: str, call: Any, client: Responder) -> None:
         try:
-            _forward(iter(call.exec(decoupled=True)), sender)
+            _forward(iter(call.exec(decoupled=True)), client)
         except Exception as error:
-            send_error(sender, error)
+            client.send_error(error)
         finally:
             with self._lock:
-                del self._senders[relay]
+                del self._clients[relay]
                 self._cancel_sent.pop(relay, None)
 
     def _poll(self) -> None:
@@ -95,11 +94,11 @@ class RelayModel:
             now = time.monotonic()
             with self._lock:
                 recent = {r for r, at in self._cancel_sent.items() if now - at < _CANCEL_AGAIN_S}
-                watched = [(r, s) for r, s in self._senders.items() if r not in recent]
-            for relay, sender in watched:
-                if sender.is_cancelled():
+                watched = [(r, c) for r, c in self._clients.items() if r not in recent]
+            for relay, client in watched:
+                if client.is_cancelled():
                     with self._lock:
-                        if relay in self._senders:
+                        if relay in self._clients:
                             self._cancel_sent[relay] = now
                     threading.Thread(target=self._cancel, args=(relay,), daemon=True).start()
 
@@ -118,17 +117,14 @@ class RelayModel:
             log.exception("a cancel could not be sent")
 
 
-def _forward(responses: Iterator[Any], sender: Any) -> None:
+def _forward(responses: Iterator[Any], client: Responder) -> None:
     """Pass every response on; the one with a finish reason, a status or an error carries FINAL."""
     ended = False
     for response in responses:
         if ended:
             continue
         if response.has_error():
-            sender.send(
-                pb_utils.InferenceResponse(output_tensors=[], error=response.error()),
-                flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-            )
+            client.send_triton_error(response.error())
             ended = True
             continue
         tensors = [pb_utils.Tensor(t.name(), t.as_numpy().copy()) for t in response.output_tensors()]
@@ -136,6 +132,6 @@ def _forward(responses: Iterator[Any], sender: Any) -> None:
             by_name = {tensor.name(): tensor for tensor in tensors}
             reason = by_name.get("finish_reason")
             ended = "status" in by_name or (reason is not None and bool(reason.as_numpy().flat[0]))
-            send_tensors(sender, tensors, final=ended)
+            client.send_tensors(tensors, final=ended)
     if not ended:
         raise RuntimeError("the orchestrator ended a call without a last response")

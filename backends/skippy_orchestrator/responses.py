@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +14,57 @@ from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.sending import Span
 
 
-class ResponderSink:
-    """Answers one request through its response sender; FINAL rides on the last data response."""
+class Responder:
+    """A request's response sender that may be used from several threads.
+
+    Triton 2.51 frees what ``is_cancelled`` looks at once FINAL has been sent, and crashes the whole server
+    if the two meet; so they never do.
+    """
 
     def __init__(self, sender: Any) -> None:
         self._sender = sender
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def send_tensors(self, tensors: Sequence[Any], *, final: bool) -> None:
+        """Send one response; ``final`` ends the request, and FINAL rides on the data."""
+        self._send(pb_utils.InferenceResponse(output_tensors=list(tensors)), final)
+
+    def send_error(self, error: Exception) -> None:
+        """End the request with an error: its code and message, never a traceback. Nothing when it has ended."""
+        code = error.code if isinstance(error, SkippyError) else ErrorCode.INTERNAL
+        message = error.message if isinstance(error, SkippyError) else f"orchestrator: {error}"
+        # Triton's stub adds TritonError to the module only after it has imported the model.
+        triton_error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code.value))
+        self.send_triton_error(triton_error)
+
+    def send_triton_error(self, error: Any) -> None:
+        """End the request with an error that is Triton's already."""
+        self._send(pb_utils.InferenceResponse(output_tensors=[], error=error), True)
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has cancelled or is gone; False once the request has ended."""
+        with self._lock:
+            return not self._ended and bool(self._sender.is_cancelled())
+
+    def _send(self, response: Any, final: bool) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = final
+            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
+
+
+class ResponderSink:
+    """Answers a generation with one response for every span."""
+
+    def __init__(self, responder: Responder) -> None:
+        self._responder = responder
 
     def send(self, request: GenerationRequest, span: Span) -> None:
         """Send a span as one response."""
         if span.error is not None:
-            send_error(self._sender, span.error)
+            self._responder.send_error(span.error)
             return
         tensors = [
             pb_utils.Tensor("text_output", np.array([[span.text.encode()]], dtype=np.object_)),
@@ -31,26 +74,8 @@ class ResponderSink:
             pb_utils.Tensor("num_output_tokens", np.array([[len(span.tokens)]], dtype=np.int32)),
             pb_utils.Tensor("seed", np.array([[request.sampling.seed]], dtype=np.uint64)),
         ]
-        send_tensors(self._sender, tensors, final=span.final)
+        self._responder.send_tensors(tensors, final=span.final)
 
     def is_cancelled(self) -> bool:
         """Whether the client has cancelled or is gone."""
-        return bool(self._sender.is_cancelled())
-
-
-def send_tensors(sender: Any, tensors: list[Any], *, final: bool) -> None:
-    """Send one response; ``final`` ends the request."""
-    flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-    sender.send(pb_utils.InferenceResponse(output_tensors=tensors), flags=flags)
-
-
-def send_error(sender: Any, error: Exception) -> None:
-    """End a request with an error: its code and message, never a traceback."""
-    code = error.code if isinstance(error, SkippyError) else ErrorCode.INTERNAL
-    message = error.message if isinstance(error, SkippyError) else f"orchestrator: {error}"
-    # Triton's stub adds TritonError to the module only after it has imported the model.
-    triton_code = getattr(pb_utils.TritonError, code.value)
-    sender.send(
-        pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message, triton_code)),
-        flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-    )
+        return self._responder.is_cancelled()
