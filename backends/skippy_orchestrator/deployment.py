@@ -150,7 +150,7 @@ class LimitsSection(Section, frozen=True):
     ] = 60.0
     heartbeat_interval_s: Annotated[
         float, Meta(gt=0, description="Seconds between two questions to a stage for its status.")
-    ] = 1.0
+    ] = 0.25
     heartbeat_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds without an answer after which a stage counts as gone.")
     ] = 5.0

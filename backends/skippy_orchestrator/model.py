@@ -15,6 +15,7 @@ from skippy_stage.weights import locate, open_checkpoint
 
 from skippy_orchestrator.deployment import OrchestratorSettings, effective_context
 from skippy_orchestrator.pipeline.bls import BlsTransport
+from skippy_orchestrator.pipeline.repository import ModelRepository
 from skippy_orchestrator.relay import CANCEL_PARAMETER, RELAY_PARAMETER, RelayModel
 from skippy_orchestrator.requests import INPUTS, asks_status
 from skippy_orchestrator.responses import Responder, ResponderSink
@@ -53,12 +54,16 @@ class Orchestrator:
         context = effective_context(settings.context_tokens, open_checkpoint(path).config.context_length)
         run_dir = os.environ.get("SKIPPY_RUN_DIR")
         last = len(settings.stages) - 1
+        repository = ModelRepository.of_environment()
         self._relayed: dict[str, int] = {}
         self._service = Service(
             settings,
             TextModel.load(path),
             context,
-            [BlsTransport(name, last=i == last) for i, name in enumerate(settings.stages)],
+            [
+                BlsTransport(name, last=i == last, repository=repository)
+                for i, name in enumerate(settings.stages)
+            ],
             drain_file=Path(run_dir) / "drain" if run_dir else None,
         )
         self._service.start()

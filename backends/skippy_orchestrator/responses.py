@@ -31,11 +31,14 @@ class Responder:
         self._send(pb_utils.InferenceResponse(output_tensors=list(tensors)), final)
 
     def send_error(self, error: Exception) -> None:
-        """End the request with an error: its code and message, never a traceback. Nothing when it has ended."""
+        """End the request with an error, never a traceback; nothing when it has ended.
+
+        The message starts with the code's name: a gRPC stream of Triton's passes on the message alone.
+        """
         code = error.code if isinstance(error, SkippyError) else ErrorCode.INTERNAL
         message = error.message if isinstance(error, SkippyError) else f"orchestrator: {error}"
         # Triton's stub adds TritonError to the module only after it has imported the model.
-        triton_error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code.value))
+        triton_error = pb_utils.TritonError(f"{code.value}: {message}", getattr(pb_utils.TritonError, code.value))
         self.send_triton_error(triton_error)
 
     def send_triton_error(self, error: Any) -> None:

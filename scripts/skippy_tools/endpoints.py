@@ -24,9 +24,14 @@ class Endpoints(msgspec.Struct, frozen=True):
         return "127.0.0.1" if self.host == "0.0.0.0" else self.host
 
     @property
+    def http_address(self) -> str:
+        """Host and port of the HTTP endpoint."""
+        return f"{self._reachable}:{self.http_port}"
+
+    @property
     def http(self) -> str:
         """Base URL of the HTTP endpoint."""
-        return f"http://{self._reachable}:{self.http_port}"
+        return f"http://{self.http_address}"
 
     @property
     def grpc(self) -> str:

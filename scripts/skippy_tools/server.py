@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from skippy_orchestrator.deployment import Deployment
+from skippy_orchestrator.pipeline.repository import ADDRESS_VARIABLE, KEY_VARIABLE
 from skippy_stage.errors import SkippyError
 
 from skippy_tools import guard
@@ -178,6 +180,8 @@ class ServerProcess:
         assemble_backends(server, our_backends(), backend_dir)
         for stale in (DRAIN_FILE, guard.PID_FILE):
             (self.run_dir / stale).unlink(missing_ok=True)
+        repository_key = secrets.token_hex(16)
+        revival = {ADDRESS_VARIABLE: self._endpoints.http_address, KEY_VARIABLE: repository_key}
         plan = {
             "command": command_line(
                 server,
@@ -187,6 +191,7 @@ class ServerProcess:
                 backends=backend_dir,
                 shm_prefix=self.shm_prefix,
                 exit_timeout_s=EXIT_TIMEOUT_S,
+                repository_key=repository_key,
             ),
             "run_dir": str(self.run_dir),
             "prefix": self.shm_prefix,
@@ -199,7 +204,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(server, self.run_dir, self._environment),
+                env=server_environment(server, self.run_dir, {**revival, **self._environment}),
                 start_new_session=True,
             )
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from skippy_orchestrator.deployment import ServerSection
+from skippy_orchestrator.pipeline.repository import KEY_HEADER
 from skippy_stage.errors import SkippyError
 
 from skippy_tools.endpoints import Endpoints
@@ -203,13 +204,23 @@ def command_line(
     backends: Path,
     shm_prefix: str,
     exit_timeout_s: int,
+    repository_key: str,
 ) -> list[str]:
-    """The command that starts the server."""
+    """The command that starts the server.
+
+    Models are loaded and unloaded on request (explicit mode), which is how a stage whose process has died
+    comes back. Only who knows ``repository_key`` may ask for it.
+    """
+    only_with_key = f"model-repository:{KEY_HEADER}={repository_key}"
     return [
         str(server.binary),
         f"--model-repository={repository}",
         f"--backend-directory={backends}",
         "--disable-auto-complete-config",
+        "--model-control-mode=explicit",
+        "--load-model=*",
+        f"--http-restricted-api={only_with_key}",
+        f"--grpc-restricted-protocol={only_with_key}",
         f"--http-address={endpoints.host}",
         f"--http-port={endpoints.http_port}",
         f"--grpc-address={endpoints.host}",

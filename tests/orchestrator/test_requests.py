@@ -34,6 +34,7 @@ def byte_model(bos: bool) -> TextModel:
     return TextModel(table, frozenset(), tokenizer, None)
 
 
+NO_DEFAULTS = SamplingSection()
 PLAIN, WITH_BOS = byte_model(False), byte_model(True)
 
 
@@ -47,7 +48,7 @@ def tensor(name: str, value: Any) -> np.ndarray[Any, Any]:
 def parse(
     text: TextModel = PLAIN,
     parameters: dict[str, object] | None = None,
-    sampling: SamplingSection = SamplingSection(),
+    sampling: SamplingSection = NO_DEFAULTS,
     **values: Any,
 ) -> GenerationRequest:
     inputs = {
@@ -214,7 +215,7 @@ def test_status_stands_alone() -> None:
     assert not asks_status({}, {})
     with pytest.raises(InvalidArgument, match=r"^status: .*not text_input"):
         asks_status({"status": tensor("status", True), "text_input": tensor("text_input", "a")}, {})
-    with pytest.raises(InvalidArgument, match="^verbose"):
+    with pytest.raises(InvalidArgument, match=r"^verbose"):
         asks_status({"status": tensor("status", True)}, {"verbose": 1})
 
 

@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import triton_python_backend_utils as pb_utils
 from skippy_stage import protocol
 from skippy_stage.engines.base import Hidden
 from skippy_stage.errors import ProtocolError, StageFault
 from skippy_stage.protocol import FrameHeader, FrameResult, StageStatus, StatusRequest
+
+from skippy_orchestrator.pipeline.repository import ModelRepository
 
 
 class BlsPending:
@@ -37,8 +40,10 @@ class BlsPending:
 class BlsTransport:
     """Frames to one stage model of this server; the last one has no hidden rows to give."""
 
-    def __init__(self, name: str, *, last: bool) -> None:
+    def __init__(self, name: str, *, last: bool, repository: ModelRepository | None = None) -> None:
         self.name = name
+        self._repository = repository
+        self._process: psutil.Process | None = None
         self._outputs = [protocol.TENSOR_RESULT] if last else [protocol.TENSOR_RESULT, protocol.TENSOR_HIDDEN]
 
     def send(self, header: FrameHeader, tokens: npt.NDArray[np.int32], hidden: Hidden | None) -> BlsPending:
@@ -62,13 +67,37 @@ class BlsTransport:
         reply, _ = _first_result(self.name, self._exec([_header_tensor(request)], [protocol.TENSOR_RESULT]))
         if not isinstance(reply, StageStatus):
             raise ProtocolError(f"{self.name} answered a status request with {type(reply).__name__}")
+        if self._process is None or self._process.pid != reply.pid:
+            self._process = _process(reply.pid)
         return reply
+
+    def is_gone(self) -> bool:
+        """Whether the stub's process has ended; it stays a zombie while the server lives."""
+        process = self._process
+        try:
+            return process is not None and process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def revive(self) -> None:
+        """Have the server load the stage's model again."""
+        if self._repository is None:
+            raise StageFault(self.name, "its process has ended; load the model again, or restart the server")
+        self._repository.reload(self.name)
+        self._process = None
 
     def _exec(self, tensors: list[Any], outputs: list[str]) -> Iterator[Any]:
         request = pb_utils.InferenceRequest(
             model_name=self.name, requested_output_names=outputs, inputs=tensors
         )
         return iter(request.exec(decoupled=True))
+
+
+def _process(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _header_tensor(message: protocol.Request) -> Any:

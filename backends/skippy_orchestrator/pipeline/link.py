@@ -52,6 +52,14 @@ class Transport(Protocol):
         """Ask for the stage's status, outside the order of frames; raises SkippyError without answer."""
         ...
 
+    def is_gone(self) -> bool:
+        """Whether the stage that answered last is known to exist no more."""
+        ...
+
+    def revive(self) -> None:
+        """Bring a stage back that is gone; takes as long as loading it, raises SkippyError when it can't be."""
+        ...
+
 
 OnResult = Callable[[Flight, FrameResult, Hidden | None], None]
 OnFailure = Callable[[str, str], None]

@@ -56,6 +56,14 @@ class LocalTransport:
         """The stage's status."""
         return self.runtime.status(check_integrity=check_integrity)
 
+    def is_gone(self) -> bool:
+        """False: it lives as long as this process."""
+        return False
+
+    def revive(self) -> None:
+        """Refused: there is nothing to bring back."""
+        raise SkippyError(f"{self.name}: is part of this process")
+
     def close(self, timeout: float = 5.0) -> None:
         """Stop the stage's worker."""
         self._worker.stop(timeout)

@@ -57,13 +57,19 @@ class StageProbe:
 
     def _beat(self, generation: int) -> None:
         while not self._stop.is_set():
+            gone = self._transport.is_gone()
             with self._lock:
                 if generation != self._generation:
                     return
-                self._asked_at = self._clock()
+                self._asked_at = None if gone else self._clock()
+                if gone:
+                    self._error = "its process has ended, it is being loaded again"
             status, error = None, ""
             try:
-                status = self._transport.status()
+                # A stage that is gone isn't asked: the call might never return.
+                if gone:
+                    self._transport.revive()
+                status = self._transport.status(check_integrity=True)
             except Exception as problem:
                 error = str(problem) or type(problem).__name__
             with self._lock:

@@ -153,7 +153,7 @@ def test_folder_templates(folder: Path) -> None:
 )
 def test_templates_run_in_a_sandbox(folder: Path, template: str) -> None:
     (folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(InvalidArgument, match="^messages"):
+    with pytest.raises(InvalidArgument, match=r"^messages"):
         TextModel.load(folder).encode_chat('[{"role": "user", "content": "ab"}]')
 
 
