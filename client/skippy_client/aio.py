@@ -12,9 +12,15 @@ from typing import Any, Self, Unpack
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc
 
-from skippy_client import wire
+from skippy_client import checks, error_mapping, wire
 from skippy_client.collect import Collector
-from skippy_client.errors import GenerationCancelled, GenerationTimeout, ServerFault, ServerUnavailable
+from skippy_client.errors import (
+    GenerationCancelled,
+    GenerationTimeout,
+    ServerFault,
+    ServerUnavailable,
+    SkippyError,
+)
 from skippy_client.sync import POLL_S, STATUS_TIMEOUT_S
 from skippy_client.types import Chunk, GenerateOptions, Generation, ServerStatus
 
@@ -24,7 +30,9 @@ async def _next_response(call: Any, url: str, timeout: float | None) -> Any:
     try:
         response = await call.read()
     except grpc.aio.AioRpcError as error:
-        raise wire.error_of_status(error.code(), error.details(), url=url, timeout=timeout) from error
+        raise error_mapping.error_of_status(
+            error.code(), error.details(), url=url, timeout=timeout
+        ) from error
     except grpc.aio.UsageError as error:
         # What gRPC raises once its channel is closed.
         raise GenerationCancelled("the client is closed") from error
@@ -53,18 +61,38 @@ class AsyncGenerationStream:
         self._timeout = timeout
         self._loop = asyncio.get_running_loop()
         self._collector = Collector(time.monotonic())
+        self._failure: SkippyError | None = None
 
     async def __anext__(self) -> Chunk:
-        response = await _next_response(self._call, self._url, self._timeout)
-        if response is None:
-            self._collector.end()
-            raise StopAsyncIteration
+        if self._failure is not None:
+            raise self._failure
         try:
-            chunk = wire.parse_chunk(response)
-            self._collector.add(chunk, time.monotonic())
-        except BaseException:
-            self.cancel()
+            response = await _next_response(self._call, self._url, self._timeout)
+            if response is None:
+                self._collector.end()
+                raise StopAsyncIteration
+            return await self._take(response)
+        except StopAsyncIteration:
             raise
+        except BaseException as error:
+            self.cancel()
+            if isinstance(error, SkippyError):
+                self._failure = error
+            raise
+
+    async def _take(self, response: Any) -> Chunk:
+        # Reads to the end of the stream after the answer's, as the blocking client does, and why it does.
+        if response.error_message:
+            with contextlib.suppress(SkippyError):
+                while await _next_response(self._call, self._url, self._timeout) is not None:
+                    pass
+        chunk = wire.parse_chunk(response)
+        self._collector.add(chunk, time.monotonic())
+        while self._collector.finished:
+            extra = await _next_response(self._call, self._url, self._timeout)
+            if extra is None:
+                break
+            self._collector.add(wire.parse_chunk(extra), time.monotonic())
         return chunk
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -116,9 +144,9 @@ class AsyncSkippyClient:
     def __init__(
         self, url: str = "127.0.0.1:8001", *, model: str = "skippy", timeout: float | None = None
     ) -> None:
-        self.url = url
-        self.model = model
-        self.timeout = timeout
+        self.url = checks.check_url(url)
+        self.model = checks.text_of("model", model)
+        self.timeout = checks.check_timeout(timeout)
         self._channel = grpc.aio.insecure_channel(url, options=wire.CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -126,7 +154,7 @@ class AsyncSkippyClient:
         """Start a generation and return its chunks as they come; see GenerateOptions."""
         request = wire.build_request(self.model, prompt, **options)
         timeout = options.get("timeout")
-        timeout = self.timeout if timeout is None else timeout
+        timeout = self.timeout if timeout is None else checks.check_timeout(timeout)
         return AsyncGenerationStream(self._start(request, timeout), self.url, timeout)
 
     async def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generation:
@@ -138,6 +166,8 @@ class AsyncSkippyClient:
         call = self._start(wire.build_status_request(self.model), timeout)
         try:
             response = await _next_response(call, self.url, timeout)
+            while await _next_response(call, self.url, timeout) is not None:
+                pass
         except GenerationTimeout as error:
             raise ServerUnavailable(f"{self.url}: no status within {timeout:g} s") from error
         finally:

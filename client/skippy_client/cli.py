@@ -82,7 +82,10 @@ def main() -> None:
 @app.command()
 def generate(
     prompt: Annotated[
-        str, typer.Argument(help="Text to continue; - reads standard input.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="PROMPT", help="Text to continue; - reads standard input.", show_default=False
+        ),
     ],
     url: Url = DEFAULT_URL,
     model: Model = DEFAULT_MODEL,
@@ -119,7 +122,10 @@ def generate(
 @app.command()
 def chat(
     message: Annotated[
-        str | None, typer.Argument(help="One message; left out, a conversation starts.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[MESSAGE]", help="One message; left out, a conversation starts.", show_default=False
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message that opens the chat.")] = None,
     url: Url = DEFAULT_URL,
@@ -138,7 +144,8 @@ def chat(
 ) -> None:
     """Chat with the model: one message, or a conversation that it remembers.
 
-    In a conversation: /reset forgets it, /quit or Ctrl-D leaves, Ctrl-C stops the running answer.
+    In a conversation: /reset forgets it, /quit or Ctrl-D leaves, Ctrl-C stops the running answer. Messages
+    may also come from a file, one a line; then the first failure ends it, with its exit status.
 
     [bold]Examples[/bold]
 
@@ -147,6 +154,8 @@ def chat(
       skippy chat --system "Answer in one sentence."
 
       skippy chat "Why is the sky blue?" -n 128 --stats
+
+      skippy chat < questions.txt
     """
     options = gather_options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -167,8 +176,13 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print the server's report as JSON.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on showing it until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between two looks of --watch.", min=0.1)] = 1.0,
+    wait: Annotated[
+        float | None, typer.Option(help="Seconds to wait first until all stages are ready.", min=0)
+    ] = None,
 ) -> None:
     """Show the server and its stages: readiness, layers, sessions, KV memory, work done.
+
+    The exit status is 0 when all stages are ready, and 3 when not.
 
     [bold]Examples[/bold]
 
@@ -176,12 +190,14 @@ def status(
 
       skippy status --watch --interval 0.5
 
-      skippy status --json
+      skippy status --wait 60 --json
     """
     with exit_codes(), SkippyClient(url, model=model) as client:
+        if watch and as_json:
+            raise InvalidRequest("--json and --watch don't go together")
+        if wait is not None:
+            client.wait_ready(wait)
         if watch:
-            if as_json:
-                raise InvalidRequest("--json and --watch don't go together")
             watch_status(client, interval)
             return
         report = client.status()
@@ -244,6 +260,9 @@ def exit_codes() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_CANCELLED) from None
+    except UnicodeDecodeError as error:
+        print_error(f"standard input isn't {error.encoding}: {error.reason} at byte {error.start}")
+        raise typer.Exit(EXIT_INPUT) from None
     except SkippyError as error:
         print_error(str(error))
         raise typer.Exit(exit_code(error)) from None

@@ -21,7 +21,7 @@ def run_chat(
     """Read messages and answer them until /quit or the end of input.
 
     An answer stopped by Ctrl-C stays in the conversation as far as it came; a message whose answer
-    failed doesn't.
+    failed doesn't. Where nobody sits at the keyboard, an error or Ctrl-C ends it all.
     """
     interactive = sys.stdin.isatty()
     if interactive:
@@ -44,7 +44,7 @@ def run_chat(
                 note(f"{text.split()[0]}: no such command; {COMMANDS}")
             case _:
                 messages.append({"role": "user", "content": text})
-                reply = answer(client, messages, options, stats=stats)
+                reply = answer(client, messages, options, stats=stats, goes_on=interactive)
                 if reply:
                     messages.append({"role": "assistant", "content": reply})
                 else:
@@ -61,13 +61,23 @@ def read_line(prompt: str) -> str | None:
                 note("")
             return None
         except KeyboardInterrupt:
+            if not prompt:
+                raise
             note("")
 
 
 def answer(
-    client: SkippyClient, messages: Sequence[Message], options: GenerateOptions, *, stats: bool
+    client: SkippyClient,
+    messages: Sequence[Message],
+    options: GenerateOptions,
+    *,
+    stats: bool,
+    goes_on: bool,
 ) -> str:
-    """Stream one answer; returns its text, or the part that came before Ctrl-C or an error."""
+    """Stream one answer and return its text: what came before Ctrl-C, or nothing after an error.
+
+    Unless ``goes_on``, both are raised.
+    """
     writer = TerminalWriter()
     turn: GenerateOptions = {**options, "messages": messages}
     said = []
@@ -81,9 +91,13 @@ def answer(
                 note(describe_stats(stream.result()))
     except KeyboardInterrupt:
         writer.end()
+        if not goes_on:
+            raise
         note("stopped")
     except SkippyError as error:
         writer.end()
+        if not goes_on:
+            raise
         print_error(str(error))
         return ""
     return "".join(said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from typing import Final
 
 from rich.console import Console, Group, RenderableType
@@ -25,21 +26,34 @@ def show_status(status: ServerStatus) -> None:
 
 
 def watch_status(client: SkippyClient, interval_s: float) -> None:
-    """Show the server's state again and again, until Ctrl-C; a server that goes away is waited for."""
-    before: tuple[float, ServerStatus] | None = None
-    with Live(console=_console(), auto_refresh=False) as live:
-        while True:
-            now = time.monotonic()
-            try:
-                status = client.status()
-            except ServerUnavailable as error:
-                live.update(Text.assemble(("unavailable ", "bold red"), str(error)), refresh=True)
-                before = None
-            else:
-                busy = {} if before is None else busy_shares(before[1], status, now - before[0])
-                live.update(render_status(status, busy), refresh=True)
-                before = (now, status)
+    """Show the server's state again and again, until Ctrl-C; a server that goes away is waited for.
+
+    A terminal shows the newest in place; anything else gets them one after the other.
+    """
+    console = _console()
+    if not console.is_terminal:
+        for shown in _looks(client):
+            console.print(shown)
             time.sleep(interval_s)
+    with Live(console=console, auto_refresh=False) as live:
+        for shown in _looks(client):
+            live.update(shown, refresh=True)
+            time.sleep(interval_s)
+
+
+def _looks(client: SkippyClient) -> Iterator[RenderableType]:
+    before: tuple[float, ServerStatus] | None = None
+    while True:
+        now = time.monotonic()
+        try:
+            status = client.status()
+        except ServerUnavailable as error:
+            before = None
+            yield Text.assemble(("unavailable ", "bold red"), str(error))
+        else:
+            busy = {} if before is None else busy_shares(before[1], status, now - before[0])
+            before = (now, status)
+            yield render_status(status, busy)
 
 
 def busy_shares(before: ServerStatus, after: ServerStatus, elapsed_s: float) -> dict[str, float]:

@@ -1,7 +1,5 @@
 """What can go wrong, as exceptions; all of them are SkippyError."""
 
-# ruff: noqa: N818 - named for what happened; the base class says that it is an error
-
 from __future__ import annotations
 
 

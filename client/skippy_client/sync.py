@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -10,13 +11,29 @@ from typing import Any, Self, Unpack
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc
 
-from skippy_client import wire
+from skippy_client import checks, error_mapping, wire
 from skippy_client.collect import Collector
-from skippy_client.errors import GenerationCancelled, GenerationTimeout, ServerFault, ServerUnavailable
+from skippy_client.errors import (
+    GenerationCancelled,
+    GenerationTimeout,
+    ServerFault,
+    ServerUnavailable,
+    SkippyError,
+)
 from skippy_client.types import Chunk, GenerateOptions, Generation, ServerStatus
 
 STATUS_TIMEOUT_S = 10.0
 POLL_S = 0.2
+
+
+def _next_response(call: Any, url: str, timeout: float | None) -> Any:
+    """The next response of a call, None at its end; gRPC's errors become ours."""
+    try:
+        return next(call, None)
+    except grpc.RpcError as error:
+        raise error_mapping.error_of_status(
+            error.code(), error.details(), url=url, timeout=timeout
+        ) from error
 
 
 class GenerationStream:
@@ -31,23 +48,39 @@ class GenerationStream:
         self._url = url
         self._timeout = timeout
         self._collector = Collector(time.monotonic())
+        self._failure: SkippyError | None = None
 
     def __next__(self) -> Chunk:
+        if self._failure is not None:
+            raise self._failure
         try:
-            response = next(self._call)
+            response = _next_response(self._call, self._url, self._timeout)
+            if response is None:
+                self._collector.end()
+                raise StopIteration
+            return self._take(response)
         except StopIteration:
-            self._collector.end()
             raise
-        except grpc.RpcError as error:
-            raise wire.error_of_status(
-                error.code(), error.details(), url=self._url, timeout=self._timeout
-            ) from error
-        try:
-            chunk = wire.parse_chunk(response)
-            self._collector.add(chunk, time.monotonic())
-        except BaseException:
+        except BaseException as error:
             self.cancel()
+            if isinstance(error, SkippyError):
+                self._failure = error
             raise
+
+    def _take(self, response: Any) -> Chunk:
+        # After an answer's end the stream is read to its own: to cancel one that the server is just ending
+        # makes tritonserver 2.51.0 keep the request, and never unload the model.
+        if response.error_message:
+            with contextlib.suppress(SkippyError):
+                while _next_response(self._call, self._url, self._timeout) is not None:
+                    pass
+        chunk = wire.parse_chunk(response)
+        self._collector.add(chunk, time.monotonic())
+        while self._collector.finished:
+            extra = _next_response(self._call, self._url, self._timeout)
+            if extra is None:
+                break
+            self._collector.add(wire.parse_chunk(extra), time.monotonic())
         return chunk
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -103,9 +136,9 @@ class SkippyClient:
     def __init__(
         self, url: str = "127.0.0.1:8001", *, model: str = "skippy", timeout: float | None = None
     ) -> None:
-        self.url = url
-        self.model = model
-        self.timeout = timeout
+        self.url = checks.check_url(url)
+        self.model = checks.text_of("model", model)
+        self.timeout = checks.check_timeout(timeout)
         self._channel = grpc.insecure_channel(url, options=wire.CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -113,7 +146,7 @@ class SkippyClient:
         """Start a generation and return its chunks as they come; see GenerateOptions."""
         request = wire.build_request(self.model, prompt, **options)
         timeout = options.get("timeout")
-        timeout = self.timeout if timeout is None else timeout
+        timeout = self.timeout if timeout is None else checks.check_timeout(timeout)
         return GenerationStream(self._start(request, timeout), self.url, timeout)
 
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generation:
@@ -127,16 +160,16 @@ class SkippyClient:
         """What the server says of itself and its stages; ServerUnavailable when it doesn't answer in time."""
         call = self._start(wire.build_status_request(self.model), timeout)
         try:
-            for response in call:
-                return wire.parse_status_response(response)
-        except grpc.RpcError as error:
-            raised = wire.error_of_status(error.code(), error.details(), url=self.url, timeout=timeout)
-            if isinstance(raised, GenerationTimeout):
-                raised = ServerUnavailable(f"{self.url}: no status within {timeout:g} s")
-            raise raised from error
+            response = _next_response(call, self.url, timeout)
+            while _next_response(call, self.url, timeout) is not None:
+                pass
+        except GenerationTimeout as error:
+            raise ServerUnavailable(f"{self.url}: no status within {timeout:g} s") from error
         finally:
             call.cancel()
-        raise ServerFault("the server ended the status request without an answer")
+        if response is None:
+            raise ServerFault("the server ended the status request without an answer")
+        return wire.parse_status_response(response)
 
     def wait_ready(self, timeout: float = 60.0) -> ServerStatus:
         """Wait until the server and all its stages are ready; ServerUnavailable says what was missing."""

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import operator
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Unpack
 
-import grpc  # type: ignore[import-untyped]
 import numpy as np
 import numpy.typing as npt
 from tritonclient.grpc import InferResult, service_pb2
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
-from skippy_client.errors import (
-    GenerationCancelled,
-    GenerationTimeout,
-    InvalidRequest,
-    ServerFault,
-    ServerUnavailable,
-    SkippyError,
-)
+from skippy_client import checks
+from skippy_client.error_mapping import error_of_message
+from skippy_client.errors import InvalidRequest, ServerFault
 from skippy_client.types import Chunk, GenerateOptions, ServerStatus, StageStatus
 
 CHANNEL_OPTIONS: Final = (
@@ -34,9 +26,6 @@ CHANNEL_OPTIONS: Final = (
     # Each client has its connection: channels with equal options would share one, and its fate.
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-_INT32 = (-(2**31), 2**31 - 1)
-_UINT64 = (0, 2**64 - 1)
 
 
 def build_request(model: str, prompt: str | None, **options: Unpack[GenerateOptions]) -> Any:
@@ -58,30 +47,32 @@ def build_request(model: str, prompt: str | None, **options: Unpack[GenerateOpti
         raise InvalidRequest(
             f"exactly one of prompt, input_ids and messages is needed, got {' and '.join(names) or 'none'}"
         )
-    request = service_pb2.ModelInferRequest(model_name=model, id=options.get("request_id") or "")
+    request_id = options.get("request_id")
+    request = service_pb2.ModelInferRequest(
+        model_name=model, id="" if request_id is None else checks.text_of("request_id", request_id)
+    )
     if prompt is not None:
         _add_texts(request, "text_input", "prompt", [prompt])
     elif (ids := options.get("input_ids")) is not None:
-        checked = [_integer("input_ids", token_id, _INT32) for token_id in ids]
-        _add(request, "input_ids", np.array([checked], dtype=np.int32))
+        tokens = [checks.integer("input_ids", item, checks.INT32) for item in checks.items("input_ids", ids)]
+        _add(request, "input_ids", np.array([tokens], dtype=np.int32))
     else:
         _add_texts(request, "messages", "messages", [_chat(options.get("messages"))])
     for name in ("max_tokens", "top_k"):
         if (value := options.get(name)) is not None:
-            _add(request, name, np.array([[_integer(name, value, _INT32)]], dtype=np.int32))
+            _add(request, name, np.array([[checks.integer(name, value, checks.INT32)]], dtype=np.int32))
     for name in ("temperature", "top_p", "min_p"):
         if (value := options.get(name)) is not None:
-            _add(request, name, np.array([[_real(name, value)]], dtype=np.float32))
+            _add(request, name, np.array([[checks.float32(name, value)]], dtype=np.float32))
     if (seed := options.get("seed")) is not None:
-        _add(request, "seed", np.array([[_integer("seed", seed, _UINT64)]], dtype=np.uint64))
+        _add(request, "seed", np.array([[checks.integer("seed", seed, checks.UINT64)]], dtype=np.uint64))
     if (ignore_eos := options.get("ignore_eos")) is not None:
-        _add(request, "ignore_eos", np.array([[bool(ignore_eos)]]))
+        _add(request, "ignore_eos", np.array([[checks.boolean("ignore_eos", ignore_eos)]]))
     # One text is taken as a list of one: it would pass for a list of its characters otherwise.
-    stop_words = options.get("stop_words")
-    if stop_words:
-        _add_texts(
-            request, "stop_words", "stop_words", [stop_words] if isinstance(stop_words, str) else stop_words
-        )
+    if (stop_words := options.get("stop_words")) is not None:
+        words = [stop_words] if isinstance(stop_words, str) else checks.items("stop_words", stop_words)
+        if words:
+            _add_texts(request, "stop_words", "stop_words", words)
     _add(request, "stream", np.array([[True]]))
     return request
 
@@ -99,49 +90,18 @@ def _add(request: Any, name: str, value: npt.NDArray[Any]) -> None:
     request.raw_input_contents.append(content)
 
 
-def _add_texts(request: Any, tensor: str, field: str, texts: Sequence[str]) -> None:
-    encoded = []
-    for text in texts:
-        if not isinstance(text, str):
-            raise InvalidRequest(f"{field}: got {_shown(text)}, expected text")
-        try:
-            encoded.append(text.encode())
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"{field}: not valid Unicode at character {error.start}") from error
+def _add_texts(request: Any, tensor: str, field: str, texts: Sequence[Any]) -> None:
+    encoded = [checks.text_of(field, text).encode() for text in texts]
     _add(request, tensor, np.array([encoded], dtype=np.object_))
 
 
 def _chat(messages: object) -> str:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise InvalidRequest(f"messages: got {_shown(messages)}, expected a list of role and content")
+        raise InvalidRequest(f"messages: got {checks.shown(messages)}, expected a list of role and content")
     try:
         return json.dumps(list(messages), ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"messages: {error}") from error
-
-
-def _integer(field: str, value: Any, limits: tuple[int, int]) -> int:
-    low, high = limits
-    if not isinstance(value, bool | np.bool_):
-        try:
-            number = operator.index(value)
-        except TypeError:
-            pass
-        else:
-            if low <= number <= high:
-                return number
-    raise InvalidRequest(f"{field}: got {_shown(value)}, expected an integer from {low} to {high}")
-
-
-def _real(field: str, value: Any) -> float:
-    if isinstance(value, int | float | np.number) and not isinstance(value, bool):
-        return float(value)
-    raise InvalidRequest(f"{field}: got {_shown(value)}, expected a number")
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def read_response(response: Any) -> InferResult:
@@ -162,13 +122,20 @@ def parse_chunk(response: Any) -> Chunk:
     ids = result.as_numpy("output_ids")
     seed = _scalar(result, "seed")
     return Chunk(
-        text=text.decode(),
+        text=_decoded("text_output", text),
         token_ids=() if ids is None else tuple(ids.ravel().tolist()),
-        finish_reason=reason.decode(),
+        finish_reason=_decoded("finish_reason", reason),
         num_input_tokens=int(_scalar(result, "num_input_tokens") or 0),
         num_output_tokens=int(_scalar(result, "num_output_tokens") or 0),
         seed=None if seed is None else int(seed),
     )
+
+
+def _decoded(name: str, text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise ServerFault(f"{name} isn't UTF-8 at byte {error.start}") from error
 
 
 def _scalar(result: InferResult, name: str) -> Any:
@@ -192,7 +159,7 @@ def parse_status(text: str | bytes) -> ServerStatus:
     except ValueError as error:
         raise ServerFault(f"status isn't JSON: {error}") from error
     if not isinstance(report, dict):
-        raise ServerFault(f"status isn't an object: {_shown(report)}")
+        raise ServerFault(f"status isn't an object: {checks.shown(report)}")
     stages = report.get("stages")
     return ServerStatus(
         ready=report.get("ready") is True,
@@ -233,55 +200,3 @@ def _text(report: dict[str, Any], name: str) -> str | None:
 def _count(report: dict[str, Any], name: str) -> int | None:
     value = report.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-_ERRORS: Final[Mapping[str, type[SkippyError]]] = {
-    "INVALID_ARGUMENT": InvalidRequest,
-    "NOT_FOUND": InvalidRequest,
-    "UNIMPLEMENTED": InvalidRequest,
-    "UNAVAILABLE": ServerUnavailable,
-    "RESOURCE_EXHAUSTED": ServerUnavailable,
-    "CANCELLED": GenerationCancelled,
-    "DEADLINE_EXCEEDED": GenerationTimeout,
-}
-
-
-def error_of_status(code: Any, details: str | None, *, url: str, timeout: float | None) -> SkippyError:
-    """The exception for a gRPC status that isn't OK."""
-    text = details or code.name
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
-        return GenerationTimeout(f"no end after {timeout:g} s")
-    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in text.lower():
-        return ServerUnavailable(f"no server answers at {url}: {text.rpartition(': ')[2]}")
-    return _ERRORS.get(code.name, ServerFault)(text)
-
-
-_MESSAGES: Final[Sequence[tuple[str, type[SkippyError]]]] = (
-    # The orchestrator's: a code, or for what it refuses "field: got value, expected limit".
-    (r"INVALID_ARG: ", InvalidRequest),
-    (r"UNAVAILABLE: ", ServerUnavailable),
-    (r"CANCELLED: ", GenerationCancelled),
-    (r"INTERNAL: ", ServerFault),
-    (r"\w+: got .*, expected ", InvalidRequest),
-    (r"cancelled by the client", GenerationCancelled),
-    (r"starting$|lost |the server is shutting down|.*, retry later$", ServerUnavailable),
-    # Triton's own, for what doesn't fit the model's configuration.
-    (r"unexpected (inference input|shape for input)", InvalidRequest),
-    (r"inference input '.*' data-type is", InvalidRequest),
-    (r"Request for unknown model: .* (has no available versions|is not at ready state)", ServerUnavailable),
-    (r"Request for unknown model", InvalidRequest),
-)
-
-
-def error_of_message(message: str) -> SkippyError:
-    """The exception for an error inside a stream, which has no status, by how its message starts.
-
-    The header ``triton_grpc_error`` would bring statuses, and with a stream per generation its ending of
-    the whole stream wouldn't matter. But tritonserver 2.51.0 dies of it (signal 11) when a few
-    generations fail at the same time, so it is never sent.
-    """
-    text = re.sub(r"^\[request id: [^\]]*\] ", "", message)
-    for pattern, error in _MESSAGES:
-        if re.match(pattern, text, re.DOTALL):
-            return error(re.sub(r"^(INVALID_ARG|UNAVAILABLE|CANCELLED|INTERNAL): ", "", text))
-    return ServerFault(text)

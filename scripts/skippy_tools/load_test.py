@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,11 @@ TEXT: Final = (
     "has counted the clocks and every engine in the valley turns at a speed of its own until evening"
 )
 
-out = Console(highlight=False)
+STDOUT: Final = Path("-")
+PLAIN_WIDTH: Final = 120
+"""Columns for output that isn't a terminal, where nobody told us a width."""
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 err = Console(stderr=True, highlight=False)
 
 
@@ -63,7 +68,10 @@ def load_test(
         int, typer.Option(min=1, help="Words of the prompts made up without --prompt; no two start alike.")
     ] = 32,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until a level is given up.")] = 600.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write the figures to this file; - prints them instead of the table."),
+    ] = None,
 ) -> None:
     """Drive a server with perf_analyzer (gRPC streaming) and print latencies and throughput by concurrency.
 
@@ -71,13 +79,15 @@ def load_test(
 
     Examples:
 
-      ./scripts/load_test                                   # the server at 127.0.0.1:8001
+      ./scripts/load_test --concurrency 1:16
 
       ./scripts/load_test --start --concurrency 1,4,16 --max-tokens 32 --json figures.json
 
       ./scripts/load_test --url gpu-host:8001 --concurrency 1:64 --prompt-words 500
     """
     levels = parse_levels(concurrency)
+    if json_file is not None and not json_file.parent.is_dir():
+        raise typer.BadParameter(f"--json {json_file}: no folder {json_file.parent}")
     try:
         with tempfile.TemporaryDirectory(prefix="skippy-load-") as scratch:
             folder = Path(scratch)
@@ -115,6 +125,8 @@ def load_test(
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except (SkippyError, ClientError) as error:
+        if isinstance(error, ServerError) and error.log:
+            err.print(error.log, style="dim", markup=False, soft_wrap=True)
         err.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(exit_code(error)) from None
     report(results, max_tokens, model, json_file)
@@ -202,14 +214,18 @@ def warm_up(url: str, model: str) -> None:
 
 def report(levels: list[Level], max_tokens: int, model: str, json_file: Path | None) -> None:
     """Print the table and the errors, write the file; exits with 1 when requests failed."""
-    out.print(f"{model}, {max_tokens} tokens per answer, times in ms\n", markup=False)
-    out.print(render(levels))
+    figures = {"model": model, "max_tokens": max_tokens, "levels": [level.as_json() for level in levels]}
+    written = json.dumps(figures, indent=2)
+    if json_file == STDOUT:
+        typer.echo(written)
+    else:
+        out.print(f"{model}, {max_tokens} tokens per answer, times in ms\n", markup=False)
+        out.print(render(levels))
     for level in levels:
         for error in dict.fromkeys(level.errors):
             err.print(f"concurrency {level.concurrency}: {error}", style="red", markup=False, soft_wrap=True)
-    if json_file is not None:
-        figures = {"model": model, "max_tokens": max_tokens, "levels": [level.as_json() for level in levels]}
-        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if json_file is not None and json_file != STDOUT:
+        json_file.write_text(written + "\n", encoding="utf-8")
     if any(level.errors for level in levels):
         raise typer.Exit(1)
 

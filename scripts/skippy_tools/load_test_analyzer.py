@@ -21,6 +21,7 @@ LIBRARIES: Final = {"libb64.so.0d": r"libb64-\w+\.so\.0d", "libcudart.so.12": r"
 """What the wheel's binary links with -> the name that nvidia-pytriton's copy goes by."""
 
 THREAD_ERROR: Final = re.compile(r"^Thread \[\d+\] had error: (.*)$", re.MULTILINE)
+COMPLAINT: Final = re.compile(r"^\s*(?:Error: |error: )(.*)$", re.MULTILINE)
 
 
 class AnalyzerError(SkippyError):
@@ -139,6 +140,7 @@ def run_load(analyzer: Analyzer, load: Load, folder: Path) -> Run:
     """
     input_file = folder / "inputs.json"
     export_file = folder / f"export-{load.concurrency}.json"
+    export_file.unlink(missing_ok=True)  # perf_analyzer refuses to write over one
     input_file.write_text(json.dumps({"data": [as_input(entry) for entry in load.inputs]}), encoding="utf-8")
     process = subprocess.Popen(
         [analyzer.binary, *arguments(load, input_file, export_file)],
@@ -159,10 +161,15 @@ def run_load(analyzer: Analyzer, load: Load, folder: Path) -> Run:
     errors = [error.strip() for error in THREAD_ERROR.findall(output)]
     if process.returncode != 0 or not export_file.is_file():
         if not errors:
-            tail = " / ".join(output.strip().splitlines()[-3:])
-            raise AnalyzerError(f"{NAME} ended with status {process.returncode}: {tail}")
+            raise AnalyzerError(f"{NAME} ended with status {process.returncode}: {complaint_in(output)}")
         return Run([], errors)
     return Run(read_export(export_file.read_text(encoding="utf-8", errors="replace")), errors)
+
+
+def complaint_in(output: str) -> str:
+    """What perf_analyzer complains of: the line that says so, or the last ones it printed."""
+    found = COMPLAINT.search(output)
+    return found.group(1).strip() if found else " / ".join(output.strip().splitlines()[-3:])
 
 
 def as_input(values: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -88,10 +88,12 @@ def _check(request: Mapping[str, Any]) -> _Request | str:
     """The request's times and counts, or what is wrong with it."""
     responses = request["response_outputs"]
     times = request["response_timestamps"]
+    if len(responses) != len(times):
+        return f"{len(responses)} responses at {len(times)} times"
     finals = [index for index, response in enumerate(responses) if response.get("finish_reason")]
     if finals != [len(responses) - 1]:
         return f"{len(finals)} responses with a finish_reason, expected one, the last of {len(responses)}"
-    counts = [int(response["num_output_tokens"]) for response in responses]
+    counts = [int(response.get("num_output_tokens", 0)) for response in responses]
     first = next((index for index, count in enumerate(counts) if count), None)
     if first is None:
         return "an answer without tokens"
@@ -99,7 +101,7 @@ def _check(request: Mapping[str, Any]) -> _Request | str:
         started=int(request["timestamp"]),
         first_token=int(times[first]),
         ended=int(times[-1]),
-        input_tokens=int(responses[-1]["num_input_tokens"]),
+        input_tokens=int(responses[-1].get("num_input_tokens", 0)),
         output_tokens=sum(counts),
     )
 
@@ -115,9 +117,10 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 def render(levels: Sequence[Level]) -> Table:
     """The table of all levels."""
-    table = Table(header_style="bold", box=None, pad_edge=False)
+    # Fits a terminal of 80 columns.
+    table = Table(header_style="bold", box=None, pad_edge=False, collapse_padding=True)
     spreads = [f"{name}\np{rank}" for name in ("TTFT", "ITL") for rank in PERCENTILES]
-    for name in ("concurrency", "requests", "errors", *spreads, "output\ntok/s", "req/s"):
+    for name in ("concur-\nrency", "requests", "errors", *spreads, "output\ntok/s", "req/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for level in levels:
         failed = f"[red]{len(level.errors)}[/red]" if level.errors else "0"
@@ -126,7 +129,7 @@ def render(levels: Sequence[Level]) -> Table:
         rates = (
             ("-", "-")
             if not level.requests
-            else (f"{level.output_tokens_per_s:.1f}", f"{level.requests_per_s:.2f}")
+            else (_shown(level.output_tokens_per_s), f"{level.requests_per_s:.2f}")
         )
         table.add_row(str(level.concurrency), str(level.requests), failed, *figures, *rates)
     return table
@@ -134,4 +137,8 @@ def render(levels: Sequence[Level]) -> Table:
 
 def _figure(spread: Mapping[str, float], rank: int) -> str:
     value = spread.get(f"p{rank}")
-    return "-" if value is None else f"{value:.1f}"
+    return "-" if value is None else _shown(value)
+
+
+def _shown(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"

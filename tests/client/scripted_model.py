@@ -4,6 +4,7 @@ The prompt is JSON, see ``Script``; any other text is answered by a few tokens. 
 Python backend, not inside pytest.
 """
 
+import collections
 import json
 import threading
 import time
@@ -17,7 +18,8 @@ FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
 class Script:
     """tokens: how many to stream; delay_s: before each; error: [code, message] after them, instead of an end;
     hang: say nothing until cancelled; finals: how many last responses; echo: the inputs as text;
-    omit: outputs left out."""
+    omit: outputs left out; gate: wait before every token but the first until a request with opens of that
+    name has come; together: [name, n], wait until n of that name run; text: of the tokens."""
 
     def __init__(self, text):
         plan = json.loads(text) if text.startswith("{") else {}
@@ -28,14 +30,19 @@ class Script:
         self.finals = plan.get("finals", 1)
         self.echo = plan.get("echo", False)
         self.omit = plan.get("omit", [])
+        self.gate = plan.get("gate")
+        self.opens = plan.get("opens")
+        self.together = plan.get("together", ["", 0])
+        self.text = plan.get("text")
 
 
 class TritonPythonModel:
     def initialize(self, args):
         self.lock = threading.Lock()
         self.active = 0
-        self.most_active = 0
         self.cancelled = []
+        self.open_gates = set()
+        self.arrived = collections.Counter()
 
     def execute(self, requests):
         for request in requests:
@@ -56,14 +63,12 @@ class TritonPythonModel:
                 "waiting": 0,
                 "stages": [{"name": "stage_0", "ready": True, "reason": "", "novelty": 1}],
                 "cancelled": self.cancelled,
-                "most_active": self.most_active,
             }
         return pb_utils.Tensor("status", np.array([[json.dumps(report).encode()]], dtype=np.object_))
 
     def run(self, request_id, inputs, sender):
         with self.lock:
             self.active += 1
-            self.most_active = max(self.most_active, self.active)
         try:
             self.play(request_id, inputs, sender)
         except Exception as error:
@@ -73,22 +78,30 @@ class TritonPythonModel:
                 self.active -= 1
 
     def play(self, request_id, inputs, sender):
-        has_text = "text_input" in inputs
-        script = Script(inputs["text_input"].ravel()[0].decode() if has_text else '{"echo": true}')
+        script = Script(plan_of(inputs))
         tokens = int(inputs["max_tokens"].ravel()[0]) if "max_tokens" in inputs else script.tokens
+        if script.opens:
+            self.open_gates.add(script.opens)
+        name, expected = script.together
+        with self.lock:
+            self.arrived[name] += 1
+        if not self.wait_for(lambda: self.arrived[name] >= expected, request_id, sender):
+            return
         for index in range(tokens):
             if not self.wait(script.delay_s, request_id, sender):
                 return
+            closed = script.gate and index
+            if closed and not self.wait_for(lambda: script.gate in self.open_gates, request_id, sender):
+                return
             last = index == tokens - 1 and script.error is None and not script.hang
-            shown = json.dumps(describe(inputs)) if script.echo else f"t{index} "
+            shown = json.dumps(describe(inputs)) if script.echo else script.text or f"t{index} "
             flags = FINAL if last and script.finals == 1 else 0
             reason = "length" if last and script.finals else ""
             sender.send(
                 response(shown if index == 0 or not script.echo else "", [index], reason, script), flags
             )
-        while script.hang:
-            if not self.wait(0.05, request_id, sender):
-                return
+        if script.hang and not self.wait_for(lambda: False, request_id, sender):
+            return
         if script.error is not None:
             code, message = script.error
             error = pb_utils.TritonError(f"{code}: {message}", getattr(pb_utils.TritonError, code))
@@ -112,6 +125,21 @@ class TritonPythonModel:
             if left <= 0:
                 return True
             time.sleep(min(left, 0.02))
+
+    def wait_for(self, condition, request_id, sender):
+        """Wait for a condition; False when the client cancelled before, which also ends the request."""
+        while not condition():
+            if not self.wait(0.02, request_id, sender):
+                return False
+        return True
+
+
+def plan_of(inputs):
+    """The script in the prompt or in the newest message; without one, inputs that are no text are echoed."""
+    if "text_input" in inputs:
+        return inputs["text_input"].ravel()[0].decode()
+    newest = json.loads(inputs["messages"].ravel()[0])[-1]["content"] if "messages" in inputs else ""
+    return newest if newest.startswith("{") else '{"echo": true}'
 
 
 def describe(inputs):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,9 +14,12 @@ from skippy_client import (
     GenerationTimeout,
     InvalidRequest,
     ServerFault,
+    ServerStatus,
     ServerUnavailable,
     SkippyError,
 )
+
+from tests.client.waiting import LIMIT_S
 
 pytestmark = pytest.mark.triton
 
@@ -28,27 +30,40 @@ def script(**plan: Any) -> str:
 
 def run(url: str, body: Callable[[AsyncSkippyClient], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with AsyncSkippyClient(url, timeout=20) as client:
+        async with AsyncSkippyClient(url, timeout=60) as client:
             await body(client)
 
     asyncio.run(main())
 
 
-async def model_saw_cancel(client: AsyncSkippyClient, request_id: str, limit_s: float = 2.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while request_id not in (await client.status()).raw["cancelled"]:
-        assert time.monotonic() < deadline, f"the model never saw {request_id} cancelled"
-        await asyncio.sleep(0.02)
+async def wait_for(condition: Callable[[ServerStatus], bool], client: AsyncSkippyClient) -> None:
+    """Wait for something in the server's status; the limit only ends a test that would hang."""
+    async with asyncio.timeout(LIMIT_S):
+        while not condition(await client.status()):
+            await asyncio.sleep(0.02)
+
+
+async def model_saw_cancel(client: AsyncSkippyClient, request_id: str) -> None:
+    await wait_for(lambda status: request_id in status.raw["cancelled"], client)
 
 
 def test_generate_and_status(url: str) -> None:
     async def body(client: AsyncSkippyClient) -> None:
-        assert (await client.wait_ready(5)).ready
-        result = await client.generate(script(tokens=3, delay_s=0.02))
+        assert (await client.wait_ready()).ready
+        result = await client.generate(script(tokens=3))
         assert (result.text, result.token_ids, result.finish_reason) == ("t0 t1 t2 ", (0, 1, 2), "length")
-        assert result.timings.total_s >= 0.06
-        chunks = [chunk async for chunk in client.stream(script(tokens=3))]
-        assert [chunk.finish_reason for chunk in chunks] == ["", "", "length"]
+        assert 0 < result.timings.ttft_s <= result.timings.total_s
+
+    run(url, body)
+
+
+def test_stream_comes_in_pieces(url: str) -> None:
+    async def body(client: AsyncSkippyClient) -> None:
+        stream = client.stream(script(tokens=3, gate="aio-pieces"))
+        assert (await anext(stream)).text == "t0 "
+        await client.generate(script(opens="aio-pieces"))
+        assert [chunk.finish_reason async for chunk in stream] == ["", "length"]
+        assert (await stream.result()).text == "t0 t1 t2 "
 
     run(url, body)
 
@@ -56,7 +71,10 @@ def test_generate_and_status(url: str) -> None:
 def test_64_at_once_on_one_connection(url: str) -> None:
     async def body(client: AsyncSkippyClient) -> None:
         results = await asyncio.gather(
-            *(client.generate(script(delay_s=0.02), max_tokens=10 + index % 5) for index in range(64))
+            *(
+                client.generate(script(together=["tasks", 64]), max_tokens=10 + index % 5)
+                for index in range(64)
+            )
         )
         assert [result.num_output_tokens for result in results] == [10 + index % 5 for index in range(64)]
 
@@ -87,8 +105,8 @@ def test_errors(url: str, plan: dict[str, Any], error: type[SkippyError]) -> Non
 def test_timeout(url: str) -> None:
     async def body(client: AsyncSkippyClient) -> None:
         with pytest.raises(GenerationTimeout):
-            await client.generate(script(hang=True), timeout=0.4, request_id="aio-late")
-        await model_saw_cancel(client, "aio-late")
+            await client.generate(script(hang=True), timeout=0.4)
+        assert (await client.generate("x")).text
 
     run(url, body)
 
@@ -125,6 +143,7 @@ def test_dropped_stream_cancels(url: str) -> None:
 def test_cancel_wakes_the_reader(url: str) -> None:
     async def body(client: AsyncSkippyClient) -> None:
         stream = client.stream(script(hang=True), request_id="aio-cancel")
+        await anext(stream)
         reader = asyncio.create_task(stream.result())
         await asyncio.sleep(0.2)
         stream.cancel()
@@ -140,14 +159,24 @@ def test_cancel_wakes_the_reader(url: str) -> None:
 def test_cancelled_task_cancels_the_generation(url: str) -> None:
     async def body(client: AsyncSkippyClient) -> None:
         task = asyncio.create_task(client.generate(script(hang=True), request_id="aio-task"))
-        await asyncio.sleep(0.2)
+        await wait_for(lambda status: status.active == 1, client)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await model_saw_cancel(client, "aio-task")
+
+    run(url, body)
+
+
+def test_timeout_scope_cancels_the_generation(url: str) -> None:
+    async def expire(client: AsyncSkippyClient) -> None:
+        async with asyncio.timeout(None) as scope:
+            async for _ in client.stream(script(hang=True), request_id="aio-scope"):
+                scope.reschedule(asyncio.get_running_loop().time())
+
+    async def body(client: AsyncSkippyClient) -> None:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await client.generate(script(hang=True), request_id="aio-scope")
+            await expire(client)
         await model_saw_cancel(client, "aio-scope")
 
     run(url, body)

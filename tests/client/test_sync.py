@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from skippy_client import (
@@ -24,18 +22,13 @@ from skippy_client import (
     wire,
 )
 
+from tests.client.waiting import wait_for
+
 pytestmark = pytest.mark.triton
 
 
 def script(**plan: Any) -> str:
     return json.dumps(plan)
-
-
-def wait_for(condition: Callable[[], bool], limit_s: float = 2.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "didn't come true in time"
-        time.sleep(0.02)
 
 
 def cancelled(client: SkippyClient) -> list[str]:
@@ -45,23 +38,20 @@ def cancelled(client: SkippyClient) -> list[str]:
 
 
 def test_generate(client: SkippyClient) -> None:
-    result = client.generate(script(tokens=5, delay_s=0.02))
+    result = client.generate(script(tokens=5))
     assert (result.text, result.token_ids) == ("t0 t1 t2 t3 t4 ", (0, 1, 2, 3, 4))
     assert (result.finish_reason, result.num_input_tokens, result.num_output_tokens) == ("length", 7, 5)
     assert result.seed == 2**64 - 1
-    assert 0.02 <= result.timings.ttft_s < result.timings.total_s
-    assert result.timings.total_s >= 0.1
+    assert 0 < result.timings.ttft_s <= result.timings.total_s
 
 
 def test_stream_comes_in_pieces(client: SkippyClient) -> None:
-    times = []
-    chunks = []
-    for chunk in client.stream(script(tokens=4, delay_s=0.1)):
-        times.append(time.monotonic())
-        chunks.append(chunk)
-    assert [chunk.finish_reason for chunk in chunks] == ["", "", "", "length"]
-    assert [chunk.token_ids for chunk in chunks] == [(0,), (1,), (2,), (3,)]
-    assert all(later - earlier > 0.03 for earlier, later in itertools.pairwise(times))
+    stream = client.stream(script(tokens=3, gate="pieces"))
+    first = next(stream)
+    assert (first.text, first.token_ids, first.finish_reason) == ("t0 ", (0,), "")
+    client.generate(script(opens="pieces"))
+    assert [(chunk.text, chunk.finish_reason) for chunk in stream] == [("t1 ", ""), ("t2 ", "length")]
+    assert stream.result().text == "t0 t1 t2 "
 
 
 def test_inputs_arrive_as_sent(client: SkippyClient) -> None:
@@ -93,29 +83,26 @@ def test_ids_and_messages(client: SkippyClient) -> None:
 
 
 def test_64_at_once_on_one_connection(client: SkippyClient) -> None:
-    before = client.status().raw["most_active"]
-    together = threading.Barrier(64)
-
     def one(index: int) -> tuple[int, ...]:
-        together.wait()
-        return client.generate(script(delay_s=0.02), max_tokens=10 + index % 5).token_ids
+        return client.generate(script(together=["threads", 64]), max_tokens=10 + index % 5).token_ids
 
     with ThreadPoolExecutor(64) as pool:
         results = list(pool.map(one, range(64)))
     assert results == [tuple(range(10 + index % 5)) for index in range(64)]
-    assert client.status().raw["most_active"] >= max(32, before)
-    wait_for(lambda: client.status().active == 0)
 
 
 def test_an_error_ends_only_its_own_generation(client: SkippyClient) -> None:
+    good = [client.stream(script(tokens=10, gate="errors")) for _ in range(4)]
+    for stream in good:
+        assert next(stream).token_ids == (0,)
     with ThreadPoolExecutor(8) as pool:
-        good = [pool.submit(client.generate, script(tokens=10, delay_s=0.02)) for _ in range(4)]
         # With the header triton_grpc_error this many kill tritonserver 2.51.0 in most runs.
         bad = [pool.submit(client.generate, script(error=["INTERNAL", "broke"])) for _ in range(100)]
         for each in bad:
             with pytest.raises(ServerFault, match="broke"):
                 each.result()
-        assert all(each.result().num_output_tokens == 10 for each in good)
+    client.generate(script(opens="errors"))
+    assert all(stream.result().num_output_tokens == 10 for stream in good)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +122,8 @@ def test_errors_by_kind(client: SkippyClient, code: str, error: type[SkippyError
     with pytest.raises(error, match=r"^stage_1: why$") as raised:
         next(stream)
     assert type(raised.value) is error
+    with pytest.raises(error, match="why"):
+        stream.result()
 
 
 def test_refusals_of_triton_itself(client: SkippyClient, url: str) -> None:
@@ -174,11 +163,11 @@ def test_dropped_stream_cancels(client: SkippyClient) -> None:
 def test_cancel_from_another_thread(client: SkippyClient) -> None:
     stream = client.stream(script(tokens=1, hang=True), request_id="other")
     next(stream)
-    threading.Timer(0.2, stream.cancel).start()
-    started = time.monotonic()
+    timer = threading.Timer(0.2, stream.cancel)
+    timer.start()
     with pytest.raises(GenerationCancelled):
         next(stream)
-    assert time.monotonic() - started < 2
+    timer.join()
     wait_for(lambda: "other" in cancelled(client))
 
 
@@ -190,19 +179,16 @@ def test_cancel_after_the_end_does_nothing(client: SkippyClient) -> None:
 
 
 def test_timeout(client: SkippyClient) -> None:
-    started = time.monotonic()
     with pytest.raises(GenerationTimeout, match=r"0\.4 s"):
-        client.generate(script(hang=True), timeout=0.4, request_id="late")
-    assert time.monotonic() - started < 2
-    wait_for(lambda: "late" in cancelled(client))
+        client.generate(script(hang=True), timeout=0.4)
     assert client.generate("x").text, "the connection goes on"
 
 
 def test_timeout_of_the_client(url: str) -> None:
     with SkippyClient(url, timeout=0.3) as client:
-        with pytest.raises(GenerationTimeout):
+        with pytest.raises(GenerationTimeout, match=r"0\.3 s"):
             client.generate(script(hang=True))
-        assert client.generate(script(tokens=5, delay_s=0.1), timeout=5).num_output_tokens == 5
+        assert client.generate(script(tokens=5, delay_s=0.1), timeout=60).num_output_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -210,7 +196,7 @@ def test_timeout_of_the_client(url: str) -> None:
     [
         ({"finals": 0}, "no response had a finish_reason"),
         ({"finals": 2}, "after the last"),
-        ({"omit": ["text_output"]}, "text_output"),
+        ({"omit": ["text_output"], "hang": True}, "text_output"),
     ],
 )
 def test_broken_protocol(client: SkippyClient, plan: dict[str, Any], message: str) -> None:
@@ -222,7 +208,7 @@ def test_status(client: SkippyClient) -> None:
     status = client.status()
     assert (status.ready, status.model) == (True, "scripted")
     assert [stage.name for stage in status.stages] == ["stage_0"]
-    assert client.wait_ready(5).ready
+    assert client.wait_ready().ready
 
 
 def test_close_ends_what_runs(url: str) -> None:
@@ -236,6 +222,30 @@ def test_close_ends_what_runs(url: str) -> None:
         client.generate("x")
     with SkippyClient(url) as other:
         wait_for(lambda: "closed" in cancelled(other))
+
+
+def test_leaving_at_the_last_chunk_finds_the_stream_ended(client: SkippyClient) -> None:
+    stream = client.stream("x")
+    for chunk in stream:
+        if chunk.finish_reason:
+            break
+    assert stream._call.code() is grpc.StatusCode.OK, (
+        "a cancel at the end makes tritonserver keep the request"
+    )
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8001", "localhost", "127.0.0.1:99999", "", 3])
+def test_address_that_is_none(url: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^url: got .*, expected host:port"):
+        SkippyClient(url)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "soon", True])
+def test_timeout_that_is_none(timeout: Any) -> None:
+    with pytest.raises(InvalidRequest, match="timeout: got "):
+        SkippyClient(timeout=timeout)
+    with SkippyClient() as client, pytest.raises(InvalidRequest, match="timeout: got "):
+        client.stream("x", timeout=timeout)
 
 
 def test_no_server() -> None:
