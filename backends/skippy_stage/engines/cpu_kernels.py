@@ -216,7 +216,8 @@ def build_kernels(head_dim: int, group: int, block_tokens: int) -> CpuKernels:
     """
 
     def compiled(function: Callable[..., None], *arguments: Any) -> Callable[..., None]:
-        make = numba.njit(types.void(*arguments), cache=True, nogil=True, fastmath=_FAST)
+        # numpy's errors: a row that overflowed turns into NaN and is found after the layers, by name.
+        make = numba.njit(types.void(*arguments), cache=True, nogil=True, fastmath=_FAST, error_model="numpy")
         kernel: Callable[..., None] = make(function)
         return kernel
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Final
 
@@ -28,7 +29,8 @@ def make_linear(name: str, weight: F32, bias: F32 | None, form: WeightFormat, de
     """
     if form == "f16":
         check_f16_range(name, weight)
-    matrix = torch.from_numpy(np.ascontiguousarray(weight))
+    # Copied where it is a view of a mapped file, which is slow to touch and read-only.
+    matrix = torch.from_numpy(np.require(weight, requirements=["C", "W"]))
     offset = None if bias is None else torch.from_numpy(np.array(bias))
     if device.type == "cpu" and form == "f16":
         return _packed_f16(matrix, offset)
@@ -37,8 +39,7 @@ def make_linear(name: str, weight: F32, bias: F32 | None, form: WeightFormat, de
     if form == "int8":
         raise SkippyError("weights 'int8' are for the CPU; on CUDA f16 or f32")
     kind = torch.float16 if form == "f16" else torch.float32
-    # A private copy: the array may be a view of a mapped file, which is slow to touch and read-only.
-    matrix = matrix.to(device, kind, copy=True)
+    matrix = matrix.to(device, kind)
     offset = None if offset is None else offset.to(device, kind)
 
     def dense(x: torch.Tensor) -> torch.Tensor:
@@ -70,21 +71,29 @@ def _packed_f16(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 def _dynamic_int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """8-bit weights with a scale per output, activations quantised on the way.
 
-    The activations' scale is one for the whole batch, so a row's result depends on its neighbours at the
-    level of 8-bit rounding: fast, but not for comparing texts.
+    A row's result depends on its neighbours at the level of 8-bit rounding: fast, but not for comparing
+    texts.
     """
     _need_fbgemm("int8")
     scales = (weight.abs().amax(1).double() / 127).clamp_min(1e-12)
-    quantised = torch.quantize_per_channel(
-        weight, scales, torch.zeros(len(scales), dtype=torch.long), 0, torch.qint8
-    )
-    packed = torch.ops.quantized.linear_prepack(quantised, bias)
+    with warnings.catch_warnings():
+        # torch announces that quantised tensors will go; the packed product takes nothing else.
+        warnings.filterwarnings("ignore", "torch.quantize_per", UserWarning)
+        quantised = torch.quantize_per_channel(
+            weight, scales, torch.zeros(len(scales), dtype=torch.long), 0, torch.qint8
+        )
+    packed = torch.ops.quantized.linear_prepack(quantised, None)
     product = torch.ops.quantized.linear_dynamic
 
     def linear(x: torch.Tensor) -> torch.Tensor:
+        # The product quantises all rows by one scale, and the first tokens of a text have activations
+        # hundreds of times larger than the rest: unscaled they would leave other rows no bits.
+        size = x.abs().amax(1, keepdim=True).clamp_min_(1e-30) if len(x) > 1 else None
         # Reduced range: without VNNI, sums of two 8-bit products saturate at 16 bits.
-        result: torch.Tensor = product(x, packed, True)
-        return result
+        result: torch.Tensor = product(x if size is None else x / size, packed, True)
+        if size is not None:
+            result *= size
+        return result if bias is None else result.add_(bias)
 
     return linear
 

@@ -16,7 +16,7 @@ from skippy_stage.engines.link import Link
 from skippy_stage.engines.sequences import BatchRows, SequenceStore
 from skippy_stage.engines.stack import LayerStack, StackSettings, load_layer
 from skippy_stage.errors import SkippyError
-from skippy_stage.settings import StageSettings
+from skippy_stage.settings import StageSettings, WeightFormat
 from skippy_stage.weights import locate, open_checkpoint
 from skippy_stage.weights.checkpoint import EMBEDDING, FINAL_NORM, HEAD
 
@@ -69,8 +69,9 @@ class TorchEngine:
                 )
             )
         names = [name for index in range(first, last) for name in checkpoint.layer_names(index)]
-        names += [EMBEDDING] * is_first + [FINAL_NORM, HEAD] * is_last
-        per_weight = {"f32": 4.0, "f16": 2.0, "int8": 1.0}[form]
+        names += [FINAL_NORM, HEAD] * is_last
+        held = sum(checkpoint.weights(name) * _bytes_per_weight(name, form) for name in names)
+        held += 0 if self._embedding is None else self._embedding.nbytes
         self._info = EngineInfo(
             engine=f"torch-{device.type}-{form}",
             architecture=config.architecture,
@@ -83,7 +84,7 @@ class TorchEngine:
             link_dtype=self._link.dtype,
             kv_block_tokens=settings.kv_block_tokens,
             kv_blocks=self._sequences.pool.total,
-            weight_bytes=int(sum(checkpoint.weights(name) for name in names) * per_weight),
+            weight_bytes=held,
         )
         self._warm_up()
 
@@ -202,6 +203,12 @@ class TorchEngine:
 def available_threads() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _bytes_per_weight(name: str, form: WeightFormat) -> int:
+    """What a weight takes: norms and biases stay float32 (on CUDA biases take the products' type)."""
+    matrix = name.endswith("proj.weight") or name == HEAD
+    return {"f32": 4, "f16": 2, "int8": 1}[form] if matrix else 4
 
 
 def _device(name: str) -> torch.device:

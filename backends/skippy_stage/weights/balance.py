@@ -32,7 +32,7 @@ def balance_layers(checkpoint: LayerSizes, stages: int) -> list[tuple[int, int]]
     layer. Of the equally good splits it takes the one whose stages fill up from the front. Raises
     SkippyError when there are more stages than layers.
     """
-    sizes = checkpoint.layer_bytes()
+    sizes = list(checkpoint.layer_bytes())
     if not 1 <= stages <= len(sizes):
         raise SkippyError(f"{stages} stages for {len(sizes)} layers: from 1 to {len(sizes)} are possible")
     sizes[0] += checkpoint.embedding_bytes

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from skippy_stage.errors import UnsupportedModel
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES: Final = ("llama", "mistral", "qwen2", "qwen3")
+MAX_LAYERS: Final = 4096
+"""Far above any model: a damaged count must not make a reader list billions of tensors."""
+_COUNTS: Final = (
+    *("n_layers", "hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "vocab_size"),
+    "context_length",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +63,19 @@ class ModelConfig:
             raise UnsupportedModel(
                 f"architecture {self.architecture!r} is not computed; known: {', '.join(ARCHITECTURES)}"
             )
-        for name in ("n_layers", "hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise UnsupportedModel(f"{name} is {getattr(self, name)}, at least 1")
+        for name in _COUNTS:
+            if not 1 <= getattr(self, name) < 2**31:
+                raise UnsupportedModel(f"{name} is {getattr(self, name)}, expected from 1 to {2**31 - 1}")
+        if self.n_layers > MAX_LAYERS:
+            raise UnsupportedModel(f"n_layers is {self.n_layers}, expected from 1 to {MAX_LAYERS}")
+        positive = {"rms_norm_eps": self.rms_norm_eps, "rope_theta": self.rope_theta}
+        if self.rope_scaling is not None:
+            positive |= {f"rope scaling's {key}": value for key, value in asdict(self.rope_scaling).items()}
+        for index, factor in enumerate(self.rope_factors or ()):
+            positive[f"rotary factor {index}"] = factor
+        for name, value in positive.items():
+            if not 0 < value < math.inf:
+                raise UnsupportedModel(f"{name} is {value}, expected a positive number")
         if self.n_heads % self.n_kv_heads:
             raise UnsupportedModel(
                 f"{self.n_heads} heads cannot share {self.n_kv_heads} key/value heads evenly"

@@ -75,6 +75,10 @@ class GgufCheckpoint(Checkpoint):
         fields.refuse()
         tensors = self._header.tensors
         heads = fields.integer("attention.head_count")
+        if heads < 1:
+            raise UnsupportedModel(
+                f"{path}: {fields.architecture}.attention.head_count {heads} is not computed"
+            )
         hidden = fields.integer("embedding_length")
         head_dim = fields.integer("attention.key_length", hidden // heads)
         rotary = fields.integer("rope.dimension_count", head_dim)
@@ -88,7 +92,7 @@ class GgufCheckpoint(Checkpoint):
         kinds = [tensor.kind for tensor in tensors.values() if len(tensor.shape) > 1]
         factors = None
         if _ROTARY_FACTORS in tensors:
-            factors = tuple(float(value) for value in self._dequantised(path, _ROTARY_FACTORS))
+            factors = tuple(float(value) for value in self._dequantised(path, _ROTARY_FACTORS).ravel())
         return ModelConfig(
             architecture=fields.architecture,
             n_layers=fields.integer("block_count"),
@@ -182,14 +186,19 @@ class _Fields:
             value = value[0]
         if value is None:
             raise SkippyError(f"{self._path}: {self.architecture}.{key} is missing")
-        if not isinstance(value, int | float):
+        if isinstance(value, tuple):
             raise UnsupportedModel(
                 f"{self._path}: {self.architecture}.{key} that differs between layers is not computed"
             )
+        if not isinstance(value, int | float):
+            raise SkippyError(f"{self._path}: {self.architecture}.{key} is {value!r}, expected a number")
         return float(value)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        return int(self.number(key, default))
+        value = self.number(key, default)
+        if not value.is_integer():
+            raise SkippyError(f"{self._path}: {self.architecture}.{key} is {value}, expected a whole number")
+        return int(value)
 
     def token(self, key: str) -> int | None:
         value = self._metadata.get(f"tokenizer.ggml.{key}")

@@ -31,6 +31,7 @@ _SCALARS: Final = {
 }
 _STRING: Final = 8
 _ARRAY: Final = 9
+_MAX_DIMENSIONS: Final = 4
 _U32: Final = _SCALARS[4]
 _U64: Final = _SCALARS[10]
 
@@ -71,7 +72,7 @@ def read_header(path: Path, data: mmap.mmap) -> GgufHeader:
     """Parse the header of the mapped file; raises SkippyError when it isn't GGUF 2 or 3, or is damaged."""
     try:
         return _Reader(data).header()
-    except (struct.error, KeyError, UnicodeDecodeError, _DamagedError) as error:
+    except (struct.error, KeyError, OverflowError, UnicodeDecodeError, _DamagedError) as error:
         raise SkippyError(f"{path}: not a readable GGUF file: {error!r}") from None
 
 
@@ -118,7 +119,10 @@ class _Reader:
         tensors = {}
         for _ in range(tensor_count):
             name = self._string()
-            sides = [self._number(_U64) for _ in range(self._number(_U32))]
+            dimensions = self._number(_U32)
+            if not 1 <= dimensions <= _MAX_DIMENSIONS:
+                raise _DamagedError(f"tensor {name!r} has {dimensions} dimensions")
+            sides = [self._number(_U64) for _ in range(dimensions)]
             kind, offset = self._number(_U32), self._number(_U64)
             tensors[name] = GgufTensor(tuple(reversed(sides)), kind, offset)
         alignment = metadata.get("general.alignment", 32)

@@ -19,10 +19,10 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
     """Build the model's shape from ``config.json`` and ``generation_config.json`` (which is optional)."""
     raw = read_json(folder / "config.json")
     architecture = str(raw.get("model_type"))
-    _refuse(folder, raw, architecture)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
     try:
+        _refuse(folder, raw, architecture)
         hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
         head_dim = raw.get("head_dim") or _DEFAULT_HEAD_DIM.get(architecture) or hidden // heads
         biased = bool(raw.get("attention_bias", False))
@@ -51,8 +51,8 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
         )
     except KeyError as error:
         raise SkippyError(f"{folder}/config.json: {error.args[0]!r} is missing") from None
-    except (TypeError, ValueError) as error:
-        raise SkippyError(f"{folder}/config.json: {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise SkippyError(f"{folder}/config.json: a value of the wrong kind: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

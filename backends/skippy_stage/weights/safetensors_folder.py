@@ -74,14 +74,14 @@ def _files(folder: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise SkippyError(f"{index}: no weight_map")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
+        files = [folder / name for name in sorted({str(name) for name in weight_map.values()})]
         for file in files:
-            if file.parent != folder:
+            if file.parent != folder or file.name == "..":
                 raise SkippyError(f"{index}: {file} is outside the folder")
     else:
         files = [folder / "model.safetensors"]
     for file in files:
-        if not file.exists():
+        if not file.is_file():
             raise SkippyError(f"{file} does not exist")
     return files
 
@@ -106,7 +106,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
                 for name, item in header.items()
                 if name != "__metadata__"
             }
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise SkippyError(f"{file}: damaged header: {error!r}") from None
     for name, entry in entries.items():
         known = _DTYPES.get(entry.dtype)
@@ -114,7 +114,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
         if (
             min(entry.shape, default=0) < 0
             or entry.stop - entry.start != nbytes
-            or not 0 <= entry.start <= entry.stop <= size
+            or not 8 + length <= entry.start <= entry.stop <= size
         ):
             raise SkippyError(f"{file}: tensor {name!r} lies outside the file or has a wrong size")
     return entries
