@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 from skippy_stage.settings import from_parameters
 from skippy_stage.weights import locate, open_checkpoint
@@ -18,7 +17,7 @@ from skippy_orchestrator.pipeline.bls import BlsTransport
 from skippy_orchestrator.pipeline.repository import ModelRepository
 from skippy_orchestrator.relay import CANCEL_PARAMETER, RELAY_PARAMETER, RelayModel
 from skippy_orchestrator.requests import INPUTS, asks_status
-from skippy_orchestrator.responses import Responder, ResponderSink
+from skippy_orchestrator.responses import RelayedResponder, Responder, ResponderSink, text_tensor
 from skippy_orchestrator.service import Service
 from skippy_orchestrator.text.tokenizer import TextModel
 
@@ -71,33 +70,33 @@ class Orchestrator:
     def execute(self, requests: list[Any]) -> None:
         """Validate and submit requests, answer status requests."""
         for request in requests:
-            responder = Responder(request.get_response_sender())
+            parameters: dict[str, object] = json.loads(request.parameters() or "{}")
+            relay = parameters.pop(RELAY_PARAMETER, None)
+            relay = relay if isinstance(relay, str) else ""
+            responder = (RelayedResponder if relay else Responder)(request.get_response_sender())
             try:
-                self._receive(request, responder)
+                self._receive(request, parameters, relay, responder)
             except Exception as error:
                 responder.send_error(error)
 
-    def _receive(self, request: Any, responder: Responder) -> None:
+    def _receive(self, request: Any, parameters: dict[str, object], relay: str, responder: Responder) -> None:
         inputs: dict[str, Any] = {}
         for name in INPUTS:
             tensor = pb_utils.get_input_tensor_by_name(request, name)
             if tensor is not None:
                 inputs[name] = tensor.as_numpy()
-        parameters: dict[str, object] = json.loads(request.parameters() or "{}")
         cancelled = parameters.pop(CANCEL_PARAMETER, None)
-        relay = parameters.pop(RELAY_PARAMETER, None)
         if isinstance(cancelled, str):
             self._service.cancel(self._relayed.get(cancelled, 0))
         if asks_status(inputs, parameters):
-            status = json.dumps(self._service.status()).encode()
-            tensor = pb_utils.Tensor("status", np.array([[status]], dtype=np.object_))
-            responder.send_tensors([tensor], final=True)
+            status = json.dumps(self._service.status())
+            responder.send_tensors([text_tensor("status", status)], final=True)
             return
         generation = self._service.parse(inputs, parameters)
         self._service.check_ready()
         session = self._service.new_session()
         sink = ResponderSink(responder)
-        if isinstance(relay, str):
+        if relay:
             # At once, so that a relay that waits for its first token holds no thread of the server's pool.
             responder.send_tensors([], final=False)
             self._relayed[relay] = session

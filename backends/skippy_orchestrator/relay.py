@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from skippy_stage.errors import Unavailable
+from skippy_stage.errors import ErrorCode, Unavailable
 
+from skippy_orchestrator.pipeline.finished_calls import FINISHED
 from skippy_orchestrator.requests import INPUTS, OUTPUTS
-from skippy_orchestrator.responses import Responder
+from skippy_orchestrator.responses import RELAYED_ERROR, Responder
 
 RELAY_PARAMETER = "triton_skippy_relay"
 CANCEL_PARAMETER = "triton_skippy_cancel"
@@ -81,7 +82,11 @@ class RelayModel:
 
     def _relay(self, relay: str, call: Any, client: Responder) -> None:
         try:
-            _forward(iter(call.exec(decoupled=True)), client)
+            responses = call.exec(decoupled=True)
+            try:
+                _forward(iter(responses), client)
+            finally:
+                FINISHED.keep(responses)
         except Exception as error:
             client.send_error(error)
         finally:
@@ -107,12 +112,14 @@ class RelayModel:
             model_name=self._target,
             requested_output_names=["status"],
             inputs=[pb_utils.Tensor("status", np.array([[True]]))],
-            parameters={CANCEL_PARAMETER: relay},
+            parameters={CANCEL_PARAMETER: relay, RELAY_PARAMETER: relay},
         )
         try:
-            for response in call.exec(decoupled=True):
+            responses = call.exec(decoupled=True)
+            for response in responses:
                 if response.has_error():
                     log.warning("a cancel was not taken: %s", response.error().message())
+            FINISHED.keep(responses)
         except Exception:
             log.exception("a cancel could not be sent")
 
@@ -130,8 +137,17 @@ def _forward(responses: Iterator[Any], client: Responder) -> None:
         tensors = [pb_utils.Tensor(t.name(), t.as_numpy().copy()) for t in response.output_tensors()]
         if tensors:
             by_name = {tensor.name(): tensor for tensor in tensors}
-            reason = by_name.get("finish_reason")
-            ended = "status" in by_name or (reason is not None and bool(reason.as_numpy().flat[0]))
-            client.send_tensors(tensors, final=ended)
+            reason = _text(by_name, "finish_reason")
+            ended = "status" in by_name or bool(reason)
+            if reason == RELAYED_ERROR:
+                code, _, message = _text(by_name, "text_output").partition(": ")
+                client.send_coded_error(ErrorCode(code), message)
+            else:
+                client.send_tensors(tensors, final=ended)
     if not ended:
         raise RuntimeError("the orchestrator ended a call without a last response")
+
+
+def _text(tensors: dict[str, Any], name: str) -> str:
+    tensor = tensors.get(name)
+    return "" if tensor is None else tensor.as_numpy().flat[0].decode()

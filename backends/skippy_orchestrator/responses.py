@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from skippy_stage.errors import ErrorCode, SkippyError
 
+from skippy_orchestrator.pipeline.finished_calls import FINISHED
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.sending import Span
+
+RELAYED_ERROR: Final = "error"
 
 
 class Responder:
@@ -36,9 +39,16 @@ class Responder:
         The message starts with the code's name: a gRPC stream of Triton's passes on the message alone.
         """
         code = error.code if isinstance(error, SkippyError) else ErrorCode.INTERNAL
-        message = error.message if isinstance(error, SkippyError) else f"orchestrator: {error}"
+        self.send_coded_error(
+            code, error.message if isinstance(error, SkippyError) else f"orchestrator: {error}"
+        )
+
+    def send_coded_error(self, code: ErrorCode, message: str) -> None:
+        """End the request with an error given by its parts."""
         # Triton's stub adds TritonError to the module only after it has imported the model.
-        triton_error = pb_utils.TritonError(f"{code.value}: {message}", getattr(pb_utils.TritonError, code.value))
+        triton_error = pb_utils.TritonError(
+            f"{code.value}: {message}", getattr(pb_utils.TritonError, code.value)
+        )
         self.send_triton_error(triton_error)
 
     def send_triton_error(self, error: Any) -> None:
@@ -48,7 +58,13 @@ class Responder:
     def is_cancelled(self) -> bool:
         """Whether the client has cancelled or is gone; False once the request has ended."""
         with self._lock:
-            return not self._ended and bool(self._sender.is_cancelled())
+            if self._ended:
+                return False
+            mark = FINISHED.mark()
+            cancelled = bool(self._sender.is_cancelled())
+            if not cancelled:  # "cancelled" may have been remembered, without a round trip
+                FINISHED.passed(mark)
+            return cancelled
 
     def _send(self, response: Any, final: bool) -> None:
         with self._lock:
@@ -56,6 +72,26 @@ class Responder:
                 return
             self._ended = final
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
+
+
+class RelayedResponder(Responder):
+    """Answers a relay, to which errors go as data (skippy_stage.protocol.Refusal says why).
+
+    An error is a last response with finish_reason ``error`` and ``CODE: message`` as its text.
+    """
+
+    def send_coded_error(self, code: ErrorCode, message: str) -> None:
+        """End the request with an error as data."""
+        tensors = [
+            text_tensor("text_output", f"{code.value}: {message}"),
+            text_tensor("finish_reason", RELAYED_ERROR),
+        ]
+        self.send_tensors(tensors, final=True)
+
+
+def text_tensor(name: str, text: str) -> Any:
+    """A string output, [1, 1]."""
+    return pb_utils.Tensor(name, np.array([[text.encode()]], dtype=np.object_))
 
 
 class ResponderSink:
@@ -70,9 +106,9 @@ class ResponderSink:
             self._responder.send_error(span.error)
             return
         tensors = [
-            pb_utils.Tensor("text_output", np.array([[span.text.encode()]], dtype=np.object_)),
+            text_tensor("text_output", span.text),
             pb_utils.Tensor("output_ids", np.array([span.tokens], dtype=np.int32)),
-            pb_utils.Tensor("finish_reason", np.array([[span.finish_reason.encode()]], dtype=np.object_)),
+            text_tensor("finish_reason", span.finish_reason),
             pb_utils.Tensor("num_input_tokens", np.array([[len(request.prompt)]], dtype=np.int32)),
             pb_utils.Tensor("num_output_tokens", np.array([[len(span.tokens)]], dtype=np.int32)),
             pb_utils.Tensor("seed", np.array([[request.sampling.seed]], dtype=np.uint64)),

@@ -100,8 +100,4 @@ def _send(sender: Any, tensors: list[Any], *, final: bool) -> None:
 
 
 def _refuse(sender: Any, message: str) -> None:
-    error = pb_utils.TritonError(message, pb_utils.TritonError.INTERNAL)
-    sender.send(
-        pb_utils.InferenceResponse(output_tensors=[], error=error),
-        flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-    )
+    _send(sender, [_bytes_tensor(protocol.encode(protocol.Refusal(message=message)))], final=True)

@@ -252,7 +252,17 @@ class StageStatus(Message, tag="stage", frozen=True, kw_only=True):
     """Empty when no check was asked for or all is well, otherwise what is wrong."""
 
 
-Reply: TypeAlias = FrameResult | StageStatus
+class Refusal(Message, tag="refusal", frozen=True, kw_only=True):
+    """A request that was not carried out at all.
+
+    It travels as data. Triton's own error responses must not be used between models: those of release 24.10
+    carry the id of an arbitrary call, which then ends in its place, and the server crashes.
+    """
+
+    message: str
+
+
+Reply: TypeAlias = FrameResult | StageStatus | Refusal
 
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import triton_python_backend_utils as pb_utils
 from skippy_stage import protocol
 from skippy_stage.engines.base import Hidden
 from skippy_stage.errors import ProtocolError, StageFault
-from skippy_stage.protocol import FrameHeader, FrameResult, StageStatus, StatusRequest
+from skippy_stage.protocol import FrameHeader, FrameResult, Refusal, StageStatus, StatusRequest
 
+from skippy_orchestrator.pipeline.finished_calls import FINISHED
+from skippy_orchestrator.pipeline.process import StageProcess
 from skippy_orchestrator.pipeline.repository import ModelRepository
 
 
@@ -43,7 +44,7 @@ class BlsTransport:
     def __init__(self, name: str, *, last: bool, repository: ModelRepository | None = None) -> None:
         self.name = name
         self._repository = repository
-        self._process: psutil.Process | None = None
+        self._process: StageProcess | None = None
         self._outputs = [protocol.TENSOR_RESULT] if last else [protocol.TENSOR_RESULT, protocol.TENSOR_HIDDEN]
 
     def send(self, header: FrameHeader, tokens: npt.NDArray[np.int32], hidden: Hidden | None) -> BlsPending:
@@ -53,12 +54,15 @@ class BlsTransport:
             tensors.append(pb_utils.Tensor(protocol.TENSOR_TOKENS, tokens))
         if hidden is not None:
             tensors.append(pb_utils.Tensor(protocol.TENSOR_HIDDEN, hidden))
+        # Asked each time, since a call to a dead stub may hang, and its error is as dangerous as any of Triton's.
+        if self.is_gone():
+            raise StageFault(self.name, "its process has ended")
         responses = self._exec(tensors, self._outputs)
         acknowledgement = next(responses, None)
-        if acknowledgement is None:
-            raise StageFault(self.name, "no acknowledgement")
-        if acknowledgement.has_error():
-            raise StageFault(self.name, acknowledgement.error().message())
+        if acknowledgement is None or acknowledgement.has_error():
+            FINISHED.keep(responses)
+            reason = acknowledgement.error().message() if acknowledgement else "no acknowledgement"
+            raise StageFault(self.name, reason)
         return BlsPending(self.name, responses)
 
     def status(self, *, check_integrity: bool = False) -> StageStatus:
@@ -68,16 +72,13 @@ class BlsTransport:
         if not isinstance(reply, StageStatus):
             raise ProtocolError(f"{self.name} answered a status request with {type(reply).__name__}")
         if self._process is None or self._process.pid != reply.pid:
-            self._process = _process(reply.pid)
+            self._process = StageProcess(reply.pid)
         return reply
 
     def is_gone(self) -> bool:
         """Whether the stub's process has ended; it stays a zombie while the server lives."""
         process = self._process
-        try:
-            return process is not None and process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+        return process is not None and process.has_ended()
 
     def revive(self) -> None:
         """Have the server load the stage's model again."""
@@ -93,19 +94,21 @@ class BlsTransport:
         return iter(request.exec(decoupled=True))
 
 
-def _process(pid: int) -> psutil.Process | None:
-    try:
-        return psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return None
-
-
 def _header_tensor(message: protocol.Request) -> Any:
     return pb_utils.Tensor(protocol.TENSOR_HEADER, np.frombuffer(protocol.encode(message), np.uint8))
 
 
 def _first_result(stage: str, responses: Iterator[Any]) -> tuple[protocol.Reply, Hidden | None]:
     """The first response with a result; the empty ones around it are the acknowledgement and FINAL."""
+    try:
+        return _result_in(stage, responses)
+    finally:
+        while next(responses, None) is not None:
+            pass
+        FINISHED.keep(responses)
+
+
+def _result_in(stage: str, responses: Iterator[Any]) -> tuple[protocol.Reply, Hidden | None]:
     for response in responses:
         if response.has_error():
             raise StageFault(stage, response.error().message())
@@ -113,6 +116,8 @@ def _first_result(stage: str, responses: Iterator[Any]) -> tuple[protocol.Reply,
         if result is None:
             continue
         hidden = pb_utils.get_output_tensor_by_name(response, protocol.TENSOR_HIDDEN)
-        copied = None if hidden is None else hidden.as_numpy().copy()
-        return protocol.decode_reply(result.as_numpy().tobytes()), copied
+        reply = protocol.decode_reply(result.as_numpy().tobytes())
+        if isinstance(reply, Refusal):
+            raise StageFault(stage, reply.message)
+        return reply, None if hidden is None else hidden.as_numpy().copy()
     raise StageFault(stage, "ended a call without a result")
