@@ -12,6 +12,7 @@ from skippy_client import Message, SkippyClient
 from skippy_orchestrator.deployment import load_deployment
 from skippy_stage.errors import SkippyError
 
+from skippy_tools.command import run_script
 from skippy_tools.paths import DEFAULT_DEPLOYMENT, display
 from skippy_tools.serve import Stops, fail, start_visibly, with_overrides
 from skippy_tools.server import ServerProcess, StoppedError
@@ -90,7 +91,7 @@ def answer(server: ServerProcess, stops: Stops, prompt: str, max_tokens: int) ->
 
 def main() -> None:
     """Entry point of ./scripts/demo."""
-    typer.run(demo)
+    run_script(demo, "demo")
 
 
 if __name__ == "__main__":

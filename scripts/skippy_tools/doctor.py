@@ -18,6 +18,7 @@ from skippy_orchestrator.deployment import Deployment, load_deployment
 from skippy_stage.errors import SkippyError
 
 from skippy_tools import guard
+from skippy_tools.command import run_script
 from skippy_tools.paths import DEFAULT_DEPLOYMENT
 from skippy_tools.repository import read_shape
 from skippy_tools.triton import OLDEST, find_tritonserver
@@ -105,7 +106,7 @@ def doctor(
 
 def main() -> None:
     """Entry point of ./scripts/doctor."""
-    typer.run(doctor)
+    run_script(doctor, "doctor")
 
 
 if __name__ == "__main__":

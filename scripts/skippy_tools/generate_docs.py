@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from skippy_tools.command import run_script
 from skippy_tools.paths import ROOT, display
 from skippy_tools.reference import page, refresh
 
@@ -43,7 +44,7 @@ def generate_docs(
 
 def main() -> None:
     """Entry point of ./scripts/generate_docs."""
-    typer.run(generate_docs)
+    run_script(generate_docs, "generate_docs")
 
 
 if __name__ == "__main__":

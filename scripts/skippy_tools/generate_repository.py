@@ -10,6 +10,7 @@ from rich.console import Console
 from skippy_orchestrator.deployment import load_deployment
 from skippy_stage.errors import SkippyError
 
+from skippy_tools.command import run_script
 from skippy_tools.paths import DEFAULT_DEPLOYMENT, MODEL_REPOSITORY, display
 from skippy_tools.repository import differences, generate, read_shape, split_layers, write
 
@@ -59,7 +60,7 @@ def generate_repository(
 
 def main() -> None:
     """Entry point of ./scripts/generate_repository."""
-    typer.run(generate_repository)
+    run_script(generate_repository, "generate_repository")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from skippy_client import SkippyError as ClientError
 from skippy_orchestrator.deployment import load_deployment
 from skippy_stage.errors import SkippyError
 
+from skippy_tools.command import run_script
 from skippy_tools.load_test_analyzer import Load, find_analyzer, run_load
 from skippy_tools.load_test_report import Level, render, summarize
 from skippy_tools.paths import DEFAULT_DEPLOYMENT, display
@@ -232,7 +233,7 @@ def report(levels: list[Level], max_tokens: int, model: str, json_file: Path | N
 
 def main() -> None:
     """Entry point."""
-    typer.run(load_test)
+    run_script(load_test, "load_test")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 from skippy_orchestrator.deployment import Deployment, StageSection
+from skippy_orchestrator.pipeline.repository import ADDRESS_VARIABLE, KEY_VARIABLE
 
 from skippy_tools.triton import CHOICE, OLDEST, OLDEST_RELEASE
 
@@ -23,6 +24,9 @@ ENVIRONMENT: Final = {
     "nothing is installed. The way inside an NGC image, which brings its own torch.",
     "SKIPPY_RUN_DIR": "Set by serve for the models: the run directory. A file named `drain` in it makes the "
     "orchestrator refuse new requests.",
+    ADDRESS_VARIABLE: "Set by serve for the models: host and port of the server's HTTP endpoint, where the "
+    "orchestrator has a stage loaded again whose process has ended.",
+    KEY_VARIABLE: "Set by serve for the models: what the server wants to see before it loads or unloads anything.",
 }
 """Environment variables of the scripts and the server."""
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from skippy_orchestrator.deployment import Deployment, ServerSection, load_deployment
 from skippy_stage.errors import SkippyError
 
+from skippy_tools.command import run_script
 from skippy_tools.paths import DEFAULT_DEPLOYMENT, display
 from skippy_tools.server import ServerError, ServerProcess, StoppedError
 
@@ -228,7 +229,7 @@ def run(
 
 def main() -> None:
     """Entry point of ./scripts/serve."""
-    typer.run(serve)
+    run_script(serve, "serve")
 
 
 if __name__ == "__main__":

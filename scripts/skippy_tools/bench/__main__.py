@@ -55,4 +55,4 @@ def decode(
 
 
 if __name__ == "__main__":
-    app()
+    app(prog_name="./scripts/bench")
