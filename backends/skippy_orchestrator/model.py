@@ -29,7 +29,7 @@ class TritonPythonModel:
         """Load the tokenizer and start the service; raises with the reason, which Triton shows at load."""
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
-        sys.setswitchinterval(0.001)
+        sys.setswitchinterval(0.0002)
         alias_of = parameters.pop("alias_of", "")
         self._model = (
             RelayModel(alias_of, int(parameters["max_requests"])) if alias_of else Orchestrator(parameters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,13 @@ class TritonPythonModel:
         """Load the stage's layers; raises with the reason, which Triton shows at load."""
         parameters = json.loads(args["model_config"])["parameters"]
         settings = from_parameters(StageSettings, {key: p["string_value"] for key, p in parameters.items()})
-        sys.setswitchinterval(0.001)
+        sys.setswitchinterval(0.0002)
+        self._worker: StageWorker[Caller] = StageWorker(lambda: self._load(settings), _respond, settings.name)
+        self._runtime = self._worker.start()
+
+    def _load(self, settings: StageSettings) -> StageRuntime[Caller]:
         self._engine = create_engine(settings)
-        self._runtime: StageRuntime[Any] = StageRuntime(
-            self._engine, settings.name, settings.index, threads=settings.threads
-        )
-        self._worker: StageWorker[Any] = StageWorker(self._runtime, _respond, settings.name)
-        self._worker.start()
+        return StageRuntime(self._engine, settings.name, settings.index, threads=settings.threads)
 
     def execute(self, requests: list[Any]) -> None:
         """Acknowledge and queue frames, answer status requests; never raises."""
@@ -61,16 +62,17 @@ class TritonPythonModel:
             return
         tokens = _array(request, protocol.TENSOR_TOKENS)
         hidden = _array(request, protocol.TENSOR_HIDDEN)
-        # Before the frame is queued: the worker may answer it at once, and nothing may follow FINAL.
-        _send(sender, [], final=False)
+        caller = Caller(sender)
         dropped = self._runtime.accept(
             message,
             np.empty(0, np.int32) if tokens is None else tokens.copy(),
             None if hidden is None else hidden.copy(),
-            sender,
+            caller,
         )
+        # The worker computes already; an answer that is ready sooner waits for the acknowledgement.
+        caller.acknowledge()
         for old in dropped:
-            _refuse(old, "the pipeline started anew before this frame ran")
+            old.refuse("the pipeline started anew before this frame ran")
 
     def finalize(self) -> None:
         """Stop the worker and free the engine."""
@@ -78,11 +80,35 @@ class TritonPythonModel:
             self._engine.shutdown()
 
 
-def _respond(sender: Any, result: protocol.FrameResult, hidden: Hidden | None) -> None:
+class Caller:
+    """Who waits for a frame: told at once that it was taken, and later what became of it."""
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+        self._acknowledged = threading.Event()
+
+    def acknowledge(self) -> None:
+        """The empty first response, at which the caller's call returns."""
+        try:
+            _send(self._sender, [], final=False)
+        finally:
+            self._acknowledged.set()
+
+    def answer(self, tensors: list[Any]) -> None:
+        """The last response."""
+        self._acknowledged.wait()
+        _send(self._sender, tensors, final=True)
+
+    def refuse(self, message: str) -> None:
+        """The last response of a frame that was not executed."""
+        self.answer([_bytes_tensor(protocol.encode(protocol.Refusal(message=message)))])
+
+
+def _respond(caller: Caller, result: protocol.FrameResult, hidden: Hidden | None) -> None:
     tensors = [_bytes_tensor(protocol.encode(result))]
     if hidden is not None:
         tensors.append(pb_utils.Tensor(protocol.TENSOR_HIDDEN, np.ascontiguousarray(hidden)))
-    _send(sender, tensors, final=True)
+    caller.answer(tensors)
 
 
 def _bytes_tensor(data: bytes) -> Any:

@@ -22,8 +22,8 @@ class Golden:
     input_ids: list[int]
     output_ids: list[int]
     text: str
-    margins: list[float]
-    """For every token, how far the highest logit was above the second."""
+    logits: list[tuple[float, float]]
+    """For every token, the highest logit and the second."""
     runners_up: list[int]
 
     @property
@@ -53,10 +53,13 @@ def assert_agrees(golden: Golden, tokens: Sequence[int], tie: float) -> None:
     expected = golden.output_ids
     for at, (mine, theirs) in enumerate(zip(tokens, expected, strict=False)):
         if mine != theirs:
-            margin, runner_up = golden.margins[at], golden.runners_up[at]
-            where = f"{golden.name}: token {at} is {mine} instead of {theirs}, logits {margin:.5f} apart"
+            (highest, second), runner_up = golden.logits[at], golden.runners_up[at]
+            where = (
+                f"{golden.name}: token {at} is {mine} instead of {theirs}; "
+                f"logits {second:.5f} and {highest:.5f}, {highest - second:.5f} apart"
+            )
             assert mine == runner_up, where
-            assert margin < tie, where
+            assert highest - second < tie, where
             warnings.warn(NearTie(where), stacklevel=2)
             return
     assert len(tokens) == len(expected), f"{golden.name}: {len(tokens)} tokens instead of {len(expected)}"

@@ -3,7 +3,7 @@
     python -m tests.golden.make_golden
 
 The weights are read by transformers' own GGUF loader, so the golden texts also check ours. For every token
-the file holds the distance between the two highest logits: where another implementation differs, the test
+the file holds the two highest logits: where another implementation differs, the test
 shows that the two were nearly equal there.
 """
 
@@ -91,7 +91,7 @@ def main() -> None:
                 "input_ids": ids,
                 "output_ids": tokens,
                 "text": decoder.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False),
-                "margins": [round(float(t.values[0] - t.values[1]), 5) for t in tops],
+                "logits": [[round(float(value), 5) for value in t.values] for t in tops],
                 "runners_up": [int(t.indices[1]) for t in tops],
             }
         )

@@ -34,7 +34,7 @@ class BlsPending:
         """Block until the frame's result is there, as copies: shared memory is given back at once."""
         reply, hidden = _first_result(self._stage, self._responses)
         if not isinstance(reply, FrameResult):
-            raise ProtocolError(f"{self._stage} answered a frame with {type(reply).__name__}")
+            raise ProtocolError(f"{self._stage}: answered a frame with {type(reply).__name__}")
         return reply, hidden
 
 
@@ -59,10 +59,13 @@ class BlsTransport:
             raise StageFault(self.name, "its process has ended")
         responses = self._exec(tensors, self._outputs)
         acknowledgement = next(responses, None)
-        if acknowledgement is None or acknowledgement.has_error():
+        try:
+            if acknowledgement is None:
+                raise StageFault(self.name, "no acknowledgement")
+            _reply_in(self.name, acknowledgement)
+        except BaseException:
             FINISHED.keep(responses)
-            reason = acknowledgement.error().message() if acknowledgement else "no acknowledgement"
-            raise StageFault(self.name, reason)
+            raise
         return BlsPending(self.name, responses)
 
     def status(self, *, check_integrity: bool = False) -> StageStatus:
@@ -70,7 +73,7 @@ class BlsTransport:
         request = StatusRequest(check_integrity=check_integrity)
         reply, _ = _first_result(self.name, self._exec([_header_tensor(request)], [protocol.TENSOR_RESULT]))
         if not isinstance(reply, StageStatus):
-            raise ProtocolError(f"{self.name} answered a status request with {type(reply).__name__}")
+            raise ProtocolError(f"{self.name}: answered a status request with {type(reply).__name__}")
         if self._process is None or self._process.pid != reply.pid:
             self._process = StageProcess(reply.pid)
         return reply
@@ -110,14 +113,21 @@ def _first_result(stage: str, responses: Iterator[Any]) -> tuple[protocol.Reply,
 
 def _result_in(stage: str, responses: Iterator[Any]) -> tuple[protocol.Reply, Hidden | None]:
     for response in responses:
-        if response.has_error():
-            raise StageFault(stage, response.error().message())
-        result = pb_utils.get_output_tensor_by_name(response, protocol.TENSOR_RESULT)
-        if result is None:
-            continue
-        hidden = pb_utils.get_output_tensor_by_name(response, protocol.TENSOR_HIDDEN)
-        reply = protocol.decode_reply(result.as_numpy().tobytes())
-        if isinstance(reply, Refusal):
-            raise StageFault(stage, reply.message)
-        return reply, None if hidden is None else hidden.as_numpy().copy()
+        reply = _reply_in(stage, response)
+        if reply is not None:
+            return reply
     raise StageFault(stage, "ended a call without a result")
+
+
+def _reply_in(stage: str, response: Any) -> tuple[protocol.Reply, Hidden | None] | None:
+    """What a response says, None when it is empty; raises StageFault for an error or a refusal."""
+    if response.has_error():
+        raise StageFault(stage, response.error().message())
+    result = pb_utils.get_output_tensor_by_name(response, protocol.TENSOR_RESULT)
+    if result is None:
+        return None
+    reply = protocol.decode_reply(result.as_numpy().tobytes())
+    if isinstance(reply, Refusal):
+        raise StageFault(stage, reply.message)
+    hidden = pb_utils.get_output_tensor_by_name(response, protocol.TENSOR_HIDDEN)
+    return reply, None if hidden is None else hidden.as_numpy().copy()

@@ -39,7 +39,7 @@ class LocalTransport:
     def __init__(self, name: str, runtime: StageRuntime[LocalPending]) -> None:
         self.name = name
         self.runtime = runtime
-        self._worker = StageWorker(runtime, _respond, name)
+        self._worker = StageWorker(lambda: runtime, _respond, name)
         self._worker.start()
 
     def send(self, header: FrameHeader, tokens: npt.NDArray[np.int32], hidden: Hidden | None) -> LocalPending:

@@ -14,10 +14,10 @@ def prepare_environment() -> None:
     on the same cores would otherwise spin against each other between their frames.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Some microseconds of waiting bridge the small operations between two products: a row of the 135M model
-    # takes two alternating stages on two cores 11 ms, and 14 ms with 0. With 10000 it is 9 ms, but stages
-    # that are busy at once with two threads each then take 35 ms instead of 10: spinning starves the other.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # Some microseconds of waiting bridge the small operations between two products. One row of the 135M model
+    # through two stages on two cores: 14 ms with 0, 11 with 1000, 9 with 10000. But when two stages compute at
+    # once with two threads each, waiting starves the other: 10 ms with 1000, 35 with 10000.
+    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
     if "NUMBA_CACHE_DIR" not in os.environ:
         os.environ["NUMBA_CACHE_DIR"] = str(_kernel_folder())
 
