@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -56,12 +58,13 @@ QUICK = Plan(rounds=2, decode_tokens=20, prompt_tokens=32, long_tokens=256)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row to be: how to load its subject."""
+    """One row to be, and how to measure it."""
 
     subject: str
     stages: int
     concurrency: int
-    load: Callable[[ExitStack], Subject]
+    run: Callable[[int], list[Sample]]
+    """Measure so many rounds, each with a sample."""
 
 
 def run_decode(deployment: Deployment, plan: Plan, cache: Path, console: Console) -> list[DecodeRow]:
@@ -77,36 +80,31 @@ def run_decode(deployment: Deployment, plan: Plan, cache: Path, console: Console
         long_tokens=plan.long_tokens,
         decode_tokens=plan.decode_tokens,
     )
-    cases = [*_peers(model, work, cache, console), *_ours(deployment, work)]
     rows: list[DecodeRow] = []
-    with _progress(console, len(cases) * (plan.rounds + 1)) as advance, ExitStack() as servers:
-        for case in cases:
-            with ExitStack() as resources:
-                name = f"{case.subject} stages={case.stages} concurrency={case.concurrency}"
-                advance(name, 0)
-                subject = case.load(servers if case.subject == "server" else resources)
-                resources.callback(subject.close)
-                samples = []
-                for _ in range(plan.rounds + 1):
-                    samples.append(subject.measure())
-                    advance(name, 1)
-            rows.append(
-                median_row(
-                    case.subject,
-                    case.stages,
-                    case.concurrency,
-                    samples[1:],
-                    decode_tokens=plan.decode_tokens,
-                    prompt_tokens=plan.prompt_tokens,
+    with ExitStack() as servers:
+        cases = [*_peers(model, work, cache, console), *_ours(deployment, work, servers)]
+        with _progress(console, len(cases)) as advance:
+            for case in cases:
+                advance(f"{case.subject} stages={case.stages} concurrency={case.concurrency}", 0)
+                samples = case.run(plan.rounds)
+                advance(case.subject, 1)
+                rows.append(
+                    median_row(
+                        case.subject,
+                        case.stages,
+                        case.concurrency,
+                        samples,
+                        decode_tokens=plan.decode_tokens,
+                        prompt_tokens=plan.prompt_tokens,
+                    )
                 )
-            )
     return rows
 
 
 def _peers(model: Path, work: Workload, cache: Path, console: Console) -> Iterator[Case]:
     threads = len(os.sched_getaffinity(0))
     if installed("transformers") and installed("accelerate"):
-        yield Case("transformers", 1, 1, _ignoring_stack(Transformers, model, work))
+        yield Case("transformers", 1, 1, _alone(Transformers, model, work))
     else:
         console.print("left out: transformers is not installed (pip install '.[bench]')")
     if not installed("llama_cpp"):
@@ -118,41 +116,56 @@ def _peers(model: Path, work: Workload, cache: Path, console: Console) -> Iterat
     else:
         f16 = llama_cpp_f16(model, cache / f"{model.stem}.F16.gguf")
         for concurrency in CONCURRENCY:
-            load = _ignoring_stack(LlamaCpp, f16, work, concurrency, threads)
-            yield Case("llama_cpp_f16", 1, concurrency, load)
+            run = _alone(LlamaCpp, f16, work, concurrency, threads)
+            yield Case("llama_cpp_f16", 1, concurrency, run)
 
 
-def _ours(deployment: Deployment, work: Workload) -> Iterator[Case]:
+def _ours(deployment: Deployment, work: Workload, servers: ExitStack) -> Iterator[Case]:
     for stages in STAGES:
         cut = with_stages(deployment, stages)
         for concurrency in CONCURRENCY:
-            yield Case("in_process", stages, concurrency, _ignoring_stack(InProcess, cut, work, concurrency))
+            yield Case("in_process", stages, concurrency, _alone(InProcess, cut, work, concurrency))
     for stages in STAGES:
-        shared = _SharedServer(with_stages(deployment, stages))
+        shared = _SharedServer(with_stages(deployment, stages), servers)
         for concurrency in CONCURRENCY:
-            yield Case("server", stages, concurrency, partial(_load_server, shared, work, concurrency))
+            yield Case("server", stages, concurrency, partial(_measure_server, shared, work, concurrency))
 
 
-def _ignoring_stack(make: Callable[..., Subject], *args: object) -> Callable[[ExitStack], Subject]:
-    return lambda stack: make(*args)
+def _alone(make: Callable[..., Subject], *args: object) -> Callable[[int], list[Sample]]:
+    """Measure in a process of its own: what a library finds or sets there (OpenMP above all) touches no other."""
+
+    def run(rounds: int) -> list[Sample]:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            return process.submit(_measure, make, args, rounds).result()
+
+    return run
 
 
-def _load_server(shared: _SharedServer, work: Workload, concurrency: int, stack: ExitStack) -> Subject:
-    return Server(shared.get(stack), work, concurrency)
+def _measure(make: Callable[..., Subject], args: Sequence[object], rounds: int) -> list[Sample]:
+    subject = make(*args)
+    try:
+        return [subject.measure() for _ in range(rounds + 1)][1:]
+    finally:
+        subject.close()
+
+
+def _measure_server(shared: _SharedServer, work: Workload, concurrency: int, rounds: int) -> list[Sample]:
+    return _measure(Server, (shared.get(), work, concurrency), rounds)
 
 
 class _SharedServer:
     """One server for all concurrencies of a stage count; the one before it is stopped first."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, servers: ExitStack) -> None:
         self._deployment = deployment
+        self._servers = servers
         self._server: ServerProcess | None = None
 
-    def get(self, stack: ExitStack) -> ServerProcess:
-        """The server, started when it is first asked for; it ends with ``stack`` or with the next one."""
+    def get(self) -> ServerProcess:
+        """The server, started when it is first asked for; it ends with ``servers`` or with the next one."""
         if self._server is None:
-            stack.close()
-            self._server = stack.enter_context(ServerProcess(self._deployment))
+            self._servers.close()
+            self._server = self._servers.enter_context(ServerProcess(self._deployment))
         return self._server
 
 

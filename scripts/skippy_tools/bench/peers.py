@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import importlib.util
+import io
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +39,8 @@ class Transformers:
         folder, options = (
             (str(model.parent), {"gguf_file": model.name}) if model.is_file() else (str(model), {})
         )
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+        with contextlib.redirect_stderr(io.StringIO()):  # the loader's own progress bar
+            self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
 
     def measure(self) -> Sample:
         """One round: decode rate from two generations of different length, prefill from the long prompt."""
@@ -71,6 +75,7 @@ def llama_cpp_f16(source: Path, target: Path) -> Path:
     if not target.exists():
         import llama_cpp
 
+        _silence_log()
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_F16
         params.allow_requantize = True
@@ -80,6 +85,15 @@ def llama_cpp_f16(source: Path, target: Path) -> Path:
             raise RuntimeError(f"llama.cpp could not convert {source.name} to F16")
         partial.rename(target)
     return target
+
+
+@functools.cache  # which also keeps the callback alive
+def _silence_log() -> object:
+    import llama_cpp
+
+    callback = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    return callback
 
 
 class LlamaCpp:
@@ -93,9 +107,7 @@ class LlamaCpp:
         self.concurrency = concurrency
         self._c: Any = llama_cpp
         self._workload = workload
-        quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        self._quiet = quiet
-        llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+        _silence_log()
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(
             str(model).encode(), llama_cpp.llama_model_default_params()

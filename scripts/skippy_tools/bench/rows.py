@@ -75,11 +75,10 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 def print_rows(console: Console, rows: Sequence[DecodeRow]) -> None:
     """A table of all rows, then the ratios that matter."""
-    table = Table(title="decode", title_justify="left")
-    for name in ("subject", "stages", "concurrency"):
-        table.add_column(name, justify="left" if name == "subject" else "right")
-    for name in ("decode tok/s", "ms/token", "prefill tok/s", "TTFT ms", "rounds"):
-        table.add_column(name, justify="right")
+    table = Table(title=f"medians of {rows[0].rounds} rounds", title_justify="left")
+    table.add_column("subject", no_wrap=True)
+    for name in ("stages", "concurrent", "decode\ntok/s", "ms per\ntoken", "prefill\ntok/s", "TTFT\nms"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.subject,
@@ -89,7 +88,6 @@ def print_rows(console: Console, rows: Sequence[DecodeRow]) -> None:
             f"{row.ms_per_token:.1f}",
             "-" if row.prefill_tokens_per_s is None else f"{row.prefill_tokens_per_s:.0f}",
             "-" if row.ttft_ms is None else f"{row.ttft_ms:.0f}",
-            str(row.rounds),
         )
     console.print(table)
     for line in ratios(rows):
