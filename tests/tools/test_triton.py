@@ -59,7 +59,7 @@ def test_the_environment_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert find_tritonserver(search_path=str(on_path.parent)).origin.startswith("nvidia-pytriton")
 
 
-def test_an_older_server_is_refused_naming_both(tmp_path: Path) -> None:
+def test_d13_an_older_server_is_refused_naming_both(tmp_path: Path) -> None:
     binary = installation(tmp_path, version="2.50.0")
     with pytest.raises(TritonError, match=r"is tritonserver 2\.50\.0; the oldest supported one is 2\.51\.0"):
         find_tritonserver(search_path=str(binary.parent))

@@ -1,4 +1,4 @@
-"""D-01, D-02, D-33, D-34: what clients see on the wire."""
+"""D-01, D-02, D-34: what clients see on the wire."""
 
 from __future__ import annotations
 
