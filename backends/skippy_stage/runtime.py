@@ -6,7 +6,7 @@ owns the engine and runs queued frames in number order. Neither Triton nor torch
 
 Invariants:
 
-* Frames of an incarnation are executed in the order 1, 2, 3, ...; a gap is refused, never waited for.
+* Frames are executed in the order of their numbers (frame_queue).
 * A session's rows are cached for exactly the positions of ``tokens``; ``pos_start`` cuts what is beyond.
 * A step fails alone. ``forward`` names the past explicitly, so a batch that fails is run again sequence by
   sequence and only the culprit's step fails.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -30,6 +29,7 @@ import psutil
 from skippy_stage import protocol
 from skippy_stage.engines.base import Batch, Hidden, SequenceRows, StageEngine
 from skippy_stage.errors import ErrorCode, ProtocolError, SkippyError
+from skippy_stage.frame_queue import FrameQueue, QueuedFrame, Tokens, Urgent
 from skippy_stage.protocol import (
     FrameHeader,
     FrameResult,
@@ -47,7 +47,6 @@ from skippy_stage.sampling import sample_rows
 
 R = TypeVar("R", bound=Hashable)
 S = TypeVar("S", bound=np.generic)
-Tokens = npt.NDArray[np.int32]
 Clock = Callable[[], float]
 
 _SKIPPED = StepSkipped()
@@ -63,17 +62,6 @@ class StageSession:
     tokens: list[int] = field(default_factory=list)
     failed_epoch: int = -1
     """Highest epoch that had a failure: its later steps are skipped."""
-
-
-@dataclass(slots=True, eq=False)
-class QueuedFrame(Generic[R]):
-    """A frame that was accepted, with where its result goes."""
-
-    header: FrameHeader
-    tokens: Tokens
-    hidden: Hidden | None
-    reply: R
-    accepted_at: float
 
 
 @dataclass(slots=True)
@@ -112,15 +100,7 @@ class StageRuntime(Generic[R]):
         self._cores = len(os.sched_getaffinity(0))
         self._clock = clock
         self._process = psutil.Process()
-        self._arrived = threading.Condition()
-        self._queue: deque[QueuedFrame[R]] = deque()
-        self._incarnation = 0
-        self._next_frame = 1
-        self._retired: set[int] = set()
-        self._reset = False
-        self._closing: set[int] = set()
-        self._ended: set[int] = set()
-        self._live_epochs: dict[int, int] = {}
+        self._queue: FrameQueue[R] = FrameQueue()
         self._sessions: dict[int, StageSession] = {}
         self._counters = StageCounters()
         self._working = threading.Lock()
@@ -136,36 +116,7 @@ class StageRuntime(Generic[R]):
         numbers, or tensors that don't fit the steps; the frame then has no effect.
         """
         self._check_tensors(header, tokens, hidden)
-        dropped: list[R] = []
-        with self._arrived:
-            if header.incarnation != self._incarnation:
-                if header.incarnation in self._retired:
-                    raise ProtocolError(f"late frame {header.frame} of incarnation {header.incarnation}")
-                if header.frame != 1:
-                    raise ProtocolError(f"frame {header.frame} of a new incarnation, expected 1")
-                dropped = self._begin_incarnation(header.incarnation)
-            if header.frame != self._next_frame:
-                raise ProtocolError(f"gap in frames: got {header.frame}, expected {self._next_frame}")
-            self._next_frame += 1
-            self._ended.update(header.ended)
-            self._closing.update(header.ended)
-            self._live_epochs.update(header.live_epochs)
-            self._queue.append(QueuedFrame(header, tokens, hidden, reply, self._clock()))
-            self._arrived.notify()
-        return dropped
-
-    def _begin_incarnation(self, incarnation: int) -> list[R]:
-        if self._incarnation:
-            self._retired.add(self._incarnation)
-        self._incarnation = incarnation
-        self._next_frame = 1
-        self._reset = True
-        self._ended.clear()
-        self._closing.clear()
-        self._live_epochs.clear()
-        dropped = [frame.reply for frame in self._queue]
-        self._queue.clear()
-        return dropped
+        return self._queue.put(QueuedFrame(header, tokens, hidden, reply, self._clock()))
 
     def _check_tensors(self, header: FrameHeader, tokens: Tokens, hidden: Hidden | None) -> None:
         info = self._engine.info
@@ -192,15 +143,11 @@ class StageRuntime(Generic[R]):
 
     def take(self, timeout: float | None = None) -> QueuedFrame[R] | None:
         """The next frame to execute, or None after ``timeout`` seconds without one."""
-        with self._arrived:
-            if not self._queue and not self._arrived.wait(timeout):
-                return None
-            return self._queue.popleft() if self._queue else None
+        return self._queue.take(timeout)
 
     def wake(self) -> None:
         """Let a waiting ``take`` return early."""
-        with self._arrived:
-            self._arrived.notify_all()
+        self._queue.wake()
 
     def execute(self, frame: QueuedFrame[R]) -> tuple[FrameResult, Hidden | None]:
         """Run a frame that ``take`` gave.
@@ -212,15 +159,12 @@ class StageRuntime(Generic[R]):
         header = frame.header
         statuses: list[StepStatus] = [_SKIPPED] * len(header.steps)
         with self._working:
-            ended, live = self._apply_urgent()
-            work = self._prepare(frame, statuses, ended, live)
+            urgent = self._apply_urgent()
+            work = self._prepare(frame, statuses, urgent)
             hidden = self._run(frame, work, statuses)
             self._counters.kv_blocks_used = self._engine.usage().blocks_used
             self._counters.sessions = len(self._sessions)
-        with self._arrived:
-            self._ended.difference_update(header.ended)
-            for session in header.ended:
-                self._live_epochs.pop(session, None)
+        self._queue.done(header)
         rows = sum(item.rows.rows for item in work)
         compute_us = round((self._clock() - started) * 1e6)
         self._counters.frames += 1
@@ -238,28 +182,22 @@ class StageRuntime(Generic[R]):
             hidden,
         )
 
-    def _apply_urgent(self) -> tuple[set[int], dict[int, int]]:
+    def _apply_urgent(self) -> Urgent:
         """Free what ended and forget an old incarnation, before any queued work."""
-        with self._arrived:
-            reset, self._reset = self._reset, False
-            closing = set(self._sessions) if reset else self._closing & self._sessions.keys()
-            self._closing.clear()
-            ended, live = set(self._ended), dict(self._live_epochs)
-        for session in closing:
+        urgent = self._queue.take_urgent()
+        for session in list(self._sessions) if urgent.reset else urgent.closing & self._sessions.keys():
             self._engine.close(session)
             del self._sessions[session]
-        return ended, live
+        return urgent
 
-    def _prepare(
-        self, frame: QueuedFrame[R], statuses: list[StepStatus], ended: set[int], live: dict[int, int]
-    ) -> list[_Work]:
+    def _prepare(self, frame: QueuedFrame[R], statuses: list[StepStatus], urgent: Urgent) -> list[_Work]:
         work: list[_Work] = []
         row = token = 0
         last = self._engine.info.is_last
         for index, step in enumerate(frame.header.steps):
             start, row = row, row + protocol.rows_of(step)
             tokens_start, token = token, token + protocol.tokens_of(step)
-            if step.session in ended:
+            if step.session in urgent.ended:
                 continue
             if isinstance(step, OpenStep):
                 statuses[index] = self._open(step)
@@ -270,7 +208,7 @@ class StageRuntime(Generic[R]):
                     code=ErrorCode.INTERNAL, message=f"unknown session {step.session}"
                 )
                 continue
-            if step.epoch < live.get(step.session, 0) or step.epoch <= session.failed_epoch:
+            if step.epoch < urgent.live_epochs.get(step.session, 0) or step.epoch <= session.failed_epoch:
                 continue
             problem = self._align(session, step)
             if problem:
@@ -389,8 +327,8 @@ class StageRuntime(Generic[R]):
             kv_blocks_used=self._counters.kv_blocks_used,
             sessions=self._counters.sessions,
             pending=len(self._queue) + self._working.locked(),
-            incarnation=self._incarnation,
-            last_frame=self._next_frame - 1,
+            incarnation=self._queue.incarnation,
+            last_frame=self._queue.last_frame,
             frames=self._counters.frames,
             rows=self._counters.rows,
             busy_us=self._counters.busy_us,
