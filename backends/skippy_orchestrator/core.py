@@ -128,6 +128,7 @@ class Core:
         """The client wants no more; unknown sessions (just finished) are ignored."""
         if self._admission.withdraw(session):
             self._fail(session, Cancelled("cancelled by the client"))
+            self._start(self._admission.admit())
         elif session in self._running:
             self._retire(self._running[session], Cancelled("cancelled by the client"))
 
@@ -162,8 +163,11 @@ class Core:
 
     def tick(self, now: float) -> None:
         """Time has passed: requests that waited too long are refused."""
-        for session, error in self._admission.expire(now):
+        expired = self._admission.expire(now)
+        for session, error in expired:
             self._fail(session, error)
+        if expired:
+            self._start(self._admission.admit())
 
     # Steps and outputs.
 

@@ -6,6 +6,8 @@ line of doc here; ``docs/configuration.md`` and every config.pbtxt are generated
 
 from __future__ import annotations
 
+import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +19,12 @@ from skippy_stage.settings import LinkDtype, SettingsError, WeightFormat
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of all sections: immutable, unknown keys refused by name."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name}: got {value}, expected a finite number")
 
 
 class ModelSection(Section, frozen=True):
@@ -78,6 +86,13 @@ class StageSection(Section, frozen=True):
     device: Annotated[str | None, Meta(description="Device of this stage.")] = None
     weights: Annotated[WeightFormat | None, Meta(description="Weight format of this stage.")] = None
     threads: Annotated[int | None, Meta(description="CPU threads of this stage.")] = None
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in ("engine", "device", "threads")}
+        try:  # the limits are those of [pipeline]
+            msgspec.convert({k: v for k, v in given.items() if v is not None}, PipelineSection)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from None
 
 
 class KvSection(Section, frozen=True):
@@ -194,6 +209,11 @@ class ServerSection(Section, frozen=True):
     shm_mib: Annotated[
         int, Meta(ge=1, le=4096, description="Shared memory per model instance at start; grows as needed.")
     ] = 16
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.aliases):
+            if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name):
+                raise ValueError(f"got {name!r} as a model's name, expected letters, digits, _, - and .")
 
 
 class Deployment(Section, frozen=True):

@@ -6,6 +6,8 @@ have, so a stage never runs out; a stage that does has a bug.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class KvBudget:
     """Blocks of the tightest stage, reserved by session."""
@@ -15,6 +17,12 @@ class KvBudget:
         self._block_tokens = block_tokens
         self._reserved: dict[int, int] = {}
         self._used = 0
+
+    @classmethod
+    def of_tightest(cls, stages: Sequence[tuple[int, int]]) -> KvBudget:
+        """The budget that every stage can hold; ``stages`` are (blocks, tokens per block)."""
+        block_tokens = max(tokens for _, tokens in stages)
+        return cls(min(blocks // -(-block_tokens // tokens) for blocks, tokens in stages), block_tokens)
 
     @property
     def tokens(self) -> int:

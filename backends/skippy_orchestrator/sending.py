@@ -118,11 +118,27 @@ class Senders:
 
     def _run(self) -> None:
         while (stream := self._waiting.get()) is not None:
-            span = stream.take()
-            if span is None:
-                continue
+            self._send_next(stream)
+        # A send that was under way when the end came has put its stream behind the marks of the end.
+        marks = 0
+        while not self._waiting.empty():
             try:
-                stream.sink.send(stream.request, span)
-            except Exception:
-                log.exception("a response could not be sent")
-            self._waiting.put(stream)
+                left = self._waiting.get_nowait()
+            except queue.Empty:
+                break
+            if left is None:
+                marks += 1
+            else:
+                self._send_next(left)
+        for _ in range(marks):
+            self._waiting.put(None)
+
+    def _send_next(self, stream: OutputStream) -> None:
+        span = stream.take()
+        if span is None:
+            return
+        try:
+            stream.sink.send(stream.request, span)
+        except Exception:
+            log.exception("a response could not be sent")
+        self._waiting.put(stream)

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.05
 _STOP_LIMIT_S = 2.0
+_FREE_LIMIT_S = 1.0
+"""Seconds that stages have to hear of the last ends before the links stop."""
 _DRAINING = "the server is shutting down"
 
 
@@ -91,7 +93,11 @@ class Service:
         self._core: Core | None = None
         self._pipeline: Pipeline | None = None
         self._pids: list[int] = []
+        self._lost_at = float("-inf")
+        self._stop_by: float | None = None
         self._draining = False
+        self._closed = False
+        self._submitting = threading.Lock()
         self._reason = "starting"
         self._integrity = ""
         self._stopped = threading.Event()
@@ -136,7 +142,11 @@ class Service:
 
     def submit(self, session: int, request: GenerationRequest, sink: Sink) -> None:
         """Take a request; all that follows, refusals included, comes through the sink."""
-        self._events.put(_Submit(session, request, OutputStream(request, sink)))
+        with self._submitting:
+            if not self._closed:
+                self._events.put(_Submit(session, request, OutputStream(request, sink)))
+                return
+        sink.send(request, Span(error=Unavailable(_DRAINING)))
 
     def cancel(self, session: int) -> None:
         """End a session because its client wants no more; unknown ones are ignored."""
@@ -145,7 +155,7 @@ class Service:
     def status(self) -> dict[str, Any]:
         """What an operator wants to know, as plain data."""
         health = self._monitor.health()
-        core = self._core
+        core, pipeline = self._core, self._pipeline
         return {
             "ready": not self._reason,
             "reason": self._reason,
@@ -154,7 +164,7 @@ class Service:
             "context_tokens": self._context_tokens,
             "active": core.active if core else 0,
             "waiting": core.waiting if core else 0,
-            "incarnation": self._pipeline.incarnation if self._pipeline else 0,
+            "incarnation": pipeline.incarnation if pipeline else 0,
             "integrity": self._integrity,
             "counters": {name: getattr(self._counters, name) for name in CoreCounters.__slots__},
             "stages": [_stage_status(stage) for stage in health],
@@ -177,15 +187,12 @@ class Service:
 
     def _run(self) -> None:
         next_tick = 0.0
-        while True:
+        while self._goes_on():
             try:
                 event: Event | None = self._events.get(timeout=_TICK_S)
             except queue.Empty:
                 event = None
             while event is not None:
-                if isinstance(event, _Stop):
-                    self._end_pipeline(Unavailable(_DRAINING))
-                    return
                 self._safely(self._handle, event)
                 try:
                     event = self._events.get_nowait()
@@ -196,6 +203,23 @@ class Service:
             if now >= next_tick:
                 next_tick = now + _TICK_S
                 self._safely(self._tick, now)
+        self._end_pipeline(Unavailable(_DRAINING))
+        self._refuse_the_rest()
+
+    def _goes_on(self) -> bool:
+        """True until it was stopped and the stages have heard of all ends, for which there is a limit."""
+        if self._stop_by is None:
+            return True
+        return self._core is not None and not self._core.idle and self._clock() < self._stop_by
+
+    def _refuse_the_rest(self) -> None:
+        self._reason = _DRAINING
+        with self._submitting:
+            self._closed = True
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, _Submit):
+                self._senders.post(event.stream, Span(error=Unavailable(_DRAINING)))
 
     def _safely(self, call: Callable[..., None], *args: object) -> None:
         """A bug in the core must not silence it: it ends the pipeline's sessions, and serving goes on."""
@@ -209,6 +233,10 @@ class Service:
         core, pipeline = self._core, self._pipeline
         if isinstance(event, _Submit):
             self._submit(event)
+        elif isinstance(event, _Stop):
+            self._stop_by = self._clock() + _FREE_LIMIT_S
+            if core is not None:
+                core.fail_all(Unavailable(_DRAINING))
         elif isinstance(event, _Cancel):
             if core is not None:
                 core.cancel(event.session)
@@ -260,10 +288,10 @@ class Service:
         health = self._monitor.health()
         problem = self._monitor.problem(health)
         if self._pipeline is None:
-            if not problem and not self._draining:
-                self._begin_pipeline([stage.status for stage in health if stage.status])
-            elif problem:
+            if problem:
                 self._reason = problem
+            elif not self._draining and all(stage.asked_at > self._lost_at for stage in health):
+                self._begin_pipeline([stage.status for stage in health if stage.status])
         else:
             pids = [stage.status.pid if stage.status else 0 for stage in health]
             lost = next((s for s in health if s.reason), None)
@@ -296,7 +324,7 @@ class Service:
             self._reason = f"{stuck.name}: is still busy with a frame of the last pipeline"
             return
         settings = self._settings
-        budget = KvBudget(min(s.kv_blocks for s in stages), max(s.kv_block_tokens for s in stages))
+        budget = KvBudget.of_tightest([(stage.kv_blocks, stage.kv_block_tokens) for stage in stages])
         self._pids = [stage.pid for stage in stages]
         self._core = Core(
             len(stages),
@@ -315,14 +343,21 @@ class Service:
 
     def _lose_pipeline(self, error: StageFault) -> None:
         self._reason = f"lost {error.message}"
+        self._lost_at = self._clock()
         self._end_pipeline(error, Unavailable(self._reason))
 
     def _end_pipeline(self, error: SkippyError, waiting_error: SkippyError | None = None) -> None:
         core, pipeline = self._core, self._pipeline
         self._core = self._pipeline = None
-        if core is not None:
-            core.fail_all(error, waiting_error)
-            self._publish(core)
+        try:
+            if core is not None:
+                core.fail_all(error, waiting_error)
+                self._publish(core)
+        except Exception:
+            log.exception("the core failed at its end")
+        for stream in self._streams.values():  # of sessions that a broken core has forgotten
+            self._senders.post(stream, Span(error=error))
+        self._streams.clear()
         if pipeline is not None:
             pipeline.stop(0.0)
 
@@ -330,7 +365,7 @@ class Service:
 
     def _poll_cancels(self) -> None:
         while not self._stopped.wait(_TICK_S):
-            for session, stream in list(self._streams.items()):
+            for session, stream in self._streams.copy().items():
                 try:
                     cancelled = stream.sink.is_cancelled()
                 except Exception:

@@ -70,7 +70,7 @@ class Flight:
         name = self._stages[self.stage]
         if result.frame != self.frame.number or len(result.statuses) != len(self._alive):
             raise ProtocolError(
-                f"{name} answered frame {result.frame} with {len(result.statuses)} statuses, "
+                f"{name}: answered frame {result.frame} with {len(result.statuses)} statuses, "
                 f"expected frame {self.frame.number} with {len(self._alive)}"
             )
         alive: list[int] = []
@@ -85,5 +85,5 @@ class Flight:
         rows = sum(rows_of(self.frame.steps[i]) for i in alive)
         if not self.done and rows != (0 if hidden is None else len(hidden)):
             got = "none" if hidden is None else len(hidden)
-            raise ProtocolError(f"{name} answered with {got} hidden rows, expected {rows}")
+            raise ProtocolError(f"{name}: answered with {got} hidden rows, expected {rows}")
         self.hidden = hidden

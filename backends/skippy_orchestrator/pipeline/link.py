@@ -130,7 +130,7 @@ class Link:
         except Exception as error:
             if not self._stopped.is_set():
                 log.warning("%s: %s", self.name, error)
-                self._on_failure(self.name, str(error))
+                self._on_failure(self.name, str(error).removeprefix(f"{self.name}: "))
 
     def _dispatch(self) -> None:
         while (flight := self._to_send.get()) is not None:

@@ -27,6 +27,8 @@ class StageHealth:
     name: str
     status: StageStatus | None
     reason: str
+    asked_at: float = 0.0
+    """When it was asked for that status."""
 
 
 class StageProbe:
@@ -43,6 +45,7 @@ class StageProbe:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._status: StageStatus | None = None
+        self._status_asked_at = 0.0
         self._error = "has not answered yet"
         self._asked_at: float | None = None
         self._generation = 0
@@ -57,27 +60,27 @@ class StageProbe:
 
     def _beat(self, generation: int) -> None:
         while not self._stop.is_set():
-            gone = self._transport.is_gone()
-            with self._lock:
-                if generation != self._generation:
-                    return
-                self._asked_at = None if gone else self._clock()
-                if gone:
-                    self._error = "its process has ended, it is being loaded again"
             status, error = None, ""
+            asked_at = self._clock()
             try:
                 # A stage that is gone isn't asked: the call might never return.
-                if gone:
+                if self._transport.is_gone():
+                    with self._lock:
+                        self._error = "its process has ended, it is being loaded again"
                     self._transport.revive()
+                with self._lock:
+                    self._asked_at = asked_at = self._clock()
                 status = self._transport.status(check_integrity=True)
             except Exception as problem:
-                error = str(problem) or type(problem).__name__
+                error = str(problem).removeprefix(f"{self.name}: ") or type(problem).__name__
             with self._lock:
                 if generation != self._generation:
                     self._stuck -= 1
                     return
                 self._asked_at = None
-                self._status, self._error = status or self._status, error
+                self._error = error
+                if status is not None:
+                    self._status, self._status_asked_at = status, asked_at
             self._stop.wait(self._interval_s)
 
     def health(self) -> StageHealth:
@@ -89,7 +92,7 @@ class StageProbe:
                     self._stuck += 1
                     self._asked_at = None
                     self._start_thread()
-            return StageHealth(self.name, self._status, self._error)
+            return StageHealth(self.name, self._status, self._error, self._status_asked_at)
 
     def stop(self) -> None:
         """Ask no more; does not wait for a call that hangs."""

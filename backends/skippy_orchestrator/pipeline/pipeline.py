@@ -48,8 +48,8 @@ PipelineEvent: TypeAlias = FrameLeftFirstStage | FrameDone | PipelineFailed
 class Pipeline:
     """All links of a deployment, for one incarnation.
 
-    Events come from the links' threads, in frame order per link; after PipelineFailed or ``stop`` there
-    are no more.
+    Events come from the links' threads, one at a time and in frame order per link; after PipelineFailed or
+    ``stop`` there are no more. ``on_event`` must neither block nor call the pipeline.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Pipeline:
         self._on_event = on_event
         self._in_flight = 0
         self._lock = threading.Lock()
-        self._failed = False
+        self._over = False
         self._links = [
             Link(transport, frames_per_link, self._header, self._on_result, self._on_failure, clock)
             for transport in transports
@@ -91,6 +91,8 @@ class Pipeline:
 
     def stop(self, timeout: float) -> bool:
         """Stop the links; False when a thread is still stuck in a call after ``timeout`` s in all."""
+        with self._lock:
+            self._over = True
         for link in self._links:
             link.stop()
         deadline = time.monotonic() + timeout
@@ -103,19 +105,21 @@ class Pipeline:
     def _on_result(self, flight: Flight, result: FrameResult, hidden: Hidden | None) -> None:
         flight.advance(result, hidden)
         if flight.stage == 1:
-            self._on_event(FrameLeftFirstStage(self.incarnation, flight.frame.number))
+            self._tell(FrameLeftFirstStage(self.incarnation, flight.frame.number))
         if flight.done:
             with self._lock:
                 self._in_flight -= 1
-            self._on_event(FrameDone(self.incarnation, flight.frame.number, flight.statuses))
+            self._tell(FrameDone(self.incarnation, flight.frame.number, flight.statuses))
         else:
             self._links[flight.stage].submit(flight)
 
     def _on_failure(self, stage: str, message: str) -> None:
-        with self._lock:
-            if self._failed:
-                return
-            self._failed = True
+        self._tell(PipelineFailed(self.incarnation, stage, message))
         for link in self._links:
             link.stop()
-        self._on_event(PipelineFailed(self.incarnation, stage, message))
+
+    def _tell(self, event: PipelineEvent) -> None:
+        with self._lock:
+            if not self._over:
+                self._over = isinstance(event, PipelineFailed)
+                self._on_event(event)

@@ -29,7 +29,9 @@ class StageProcess:
         if self._ended or self._process is None:
             return self._ended
         if self._handle >= 0:
-            self._ended = bool(select.select([self._handle], [], [], 0)[0])
+            poll = select.poll()  # unlike select.select, for any number of open files
+            poll.register(self._handle, select.POLLIN)
+            self._ended = bool(poll.poll(0))
         else:
             try:
                 self._ended = self._process.status() == psutil.STATUS_ZOMBIE
