@@ -99,6 +99,7 @@ class Core:
         self._in_flight: OrderedDict[int, Frame] = OrderedDict()
         self._at_stage_0 = 0
         self._number = 0
+        self._announced = False
 
     @property
     def active(self) -> int:
@@ -176,8 +177,10 @@ class Core:
         if self._at_stage_0 >= self._frames_per_link or len(self._in_flight) >= self._max_frames:
             return None
         picks = self._scheduler.pick(sum(frame.decodes for frame in self._in_flight.values()))
-        if not picks and not self._ended:
+        # The first frame leaves at once, with nothing in it: it frees what an older incarnation left on the stages.
+        if self._announced and not picks and not self._ended:
             return None
+        self._announced = True
         steps: list[Step] = []
         tokens: list[int] = []
         decodes = False

@@ -102,9 +102,12 @@ class ResponderSink:
 
     def send(self, request: GenerationRequest, span: Span) -> None:
         """Send a span as one response."""
+        if span.error is None or (request.stream and span.tokens):
+            self._send_data(request, span)
         if span.error is not None:
             self._responder.send_error(span.error)
-            return
+
+    def _send_data(self, request: GenerationRequest, span: Span) -> None:
         tensors = [
             text_tensor("text_output", span.text),
             pb_utils.Tensor("output_ids", np.array([span.tokens], dtype=np.int32)),
@@ -113,7 +116,7 @@ class ResponderSink:
             pb_utils.Tensor("num_output_tokens", np.array([[len(span.tokens)]], dtype=np.int32)),
             pb_utils.Tensor("seed", np.array([[request.sampling.seed]], dtype=np.uint64)),
         ]
-        self._responder.send_tensors(tensors, final=span.final)
+        self._responder.send_tensors(tensors, final=span.final and span.error is None)
 
     def is_cancelled(self) -> bool:
         """Whether the client has cancelled or is gone."""
