@@ -177,7 +177,7 @@ class LimitsSection(Section, frozen=True):
     max_text_bytes: Annotated[
         int,
         Meta(ge=1, description="UTF-8 bytes of text_input or messages; longer is refused before tokenizing."),
-    ] = 4_194_304
+    ] = 1_048_576
 
 
 class SamplingSection(Section, frozen=True):

@@ -118,6 +118,8 @@ class RelayedSink(ResponderSink):
 
     def send(self, request: Any, span: Any) -> None:
         """Send a span as one response."""
-        super().send(request, span)
-        if span.final:
-            self._relayed.pop(self._relay, None)
+        try:
+            super().send(request, span)
+        finally:
+            if span.final:
+                self._relayed.pop(self._relay, None)

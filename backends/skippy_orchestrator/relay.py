@@ -101,11 +101,14 @@ class RelayModel:
                 recent = {r for r, at in self._cancel_sent.items() if now - at < _CANCEL_AGAIN_S}
                 watched = [(r, c) for r, c in self._clients.items() if r not in recent]
             for relay, client in watched:
-                if client.is_cancelled():
-                    with self._lock:
-                        if relay in self._clients:
-                            self._cancel_sent[relay] = now
-                    threading.Thread(target=self._cancel, args=(relay,), daemon=True).start()
+                try:
+                    if client.is_cancelled():
+                        with self._lock:
+                            if relay in self._clients:
+                                self._cancel_sent[relay] = now
+                        threading.Thread(target=self._cancel, args=(relay,), daemon=True).start()
+                except Exception:
+                    log.exception("a client's state could not be read")
 
     def _cancel(self, relay: str) -> None:
         call = pb_utils.InferenceRequest(

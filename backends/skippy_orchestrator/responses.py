@@ -70,8 +70,8 @@ class Responder:
         with self._lock:
             if self._ended:
                 return
-            self._ended = final
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
+            self._ended = final
 
 
 class RelayedResponder(Responder):

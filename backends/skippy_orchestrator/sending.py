@@ -7,6 +7,7 @@ memory beyond its own text and delays nobody.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -19,6 +20,8 @@ from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.sessions import Commit
 
 log = logging.getLogger(__name__)
+
+_UNSENT = SkippyError("orchestrator: a response could not be sent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +61,26 @@ class OutputStream:
         self._pending: list[Span] = []
         self._scheduled = False
         self._held: list[Span] = []
+        self.broken = False
+        """A response could not be sent; the session is to be ended."""
 
     def add(self, span: Span) -> bool:
         """Add a span; True when a sender must be told."""
         with self._lock:
+            if self.broken:
+                return False
             if not self.request.stream and not span.final:
                 self._held.append(span)
                 return False
             self._pending.append(span)
             scheduled, self._scheduled = self._scheduled, True
             return not scheduled
+
+    def break_off(self) -> None:
+        """A response was lost: nothing may follow it as if all were well, and the session is of no use."""
+        with self._lock:
+            self.broken = True
+            self._pending.clear()
 
     def take(self) -> Span | None:
         """All that waits as one span; None when nothing does, and the stream is then unscheduled."""
@@ -141,4 +154,7 @@ class Senders:
             stream.sink.send(stream.request, span)
         except Exception:
             log.exception("a response could not be sent")
+            stream.break_off()
+            with contextlib.suppress(Exception):
+                stream.sink.send(stream.request, Span(error=_UNSENT))
         self._waiting.put(stream)

@@ -367,7 +367,7 @@ class Service:
         while not self._stopped.wait(_TICK_S):
             for session, stream in self._streams.copy().items():
                 try:
-                    cancelled = stream.sink.is_cancelled()
+                    cancelled = stream.broken or stream.sink.is_cancelled()
                 except Exception:
                     log.exception("a client's state could not be read")
                     cancelled = True

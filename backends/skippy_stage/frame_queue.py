@@ -41,6 +41,8 @@ class QueuedFrame(Generic[R]):
 class Urgent:
     """What applies before any queued work."""
 
+    incarnation: int
+    """The one that counts; frames of another are skipped as a whole."""
     reset: bool
     """A new incarnation has begun: all sessions are to be freed."""
     closing: frozenset[int]
@@ -132,7 +134,11 @@ class FrameQueue(Generic[R]):
         """What has to be applied now; what is to be freed is told once."""
         with self._arrived:
             urgent = Urgent(
-                self._reset, frozenset(self._closing), frozenset(self._ended), dict(self._live_epochs)
+                self._incarnation,
+                self._reset,
+                frozenset(self._closing),
+                frozenset(self._ended),
+                dict(self._live_epochs),
             )
             self._reset = False
             self._closing.clear()

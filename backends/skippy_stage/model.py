@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from typing import Any
@@ -23,6 +24,8 @@ from skippy_stage.settings import StageSettings, from_parameters  # noqa: E402
 from skippy_stage.worker import StageWorker  # noqa: E402
 
 _STOP_LIMIT_S = 10.0
+_CRASHED = 70
+"""Exit status of the process when its worker fails: the orchestrator then has the stage loaded again."""
 
 
 class TritonPythonModel:
@@ -33,7 +36,9 @@ class TritonPythonModel:
         parameters = json.loads(args["model_config"])["parameters"]
         settings = from_parameters(StageSettings, {key: p["string_value"] for key, p in parameters.items()})
         sys.setswitchinterval(0.0002)
-        self._worker: StageWorker[Caller] = StageWorker(lambda: self._load(settings), _respond, settings.name)
+        self._worker: StageWorker[Caller] = StageWorker(
+            lambda: self._load(settings), _respond, settings.name, on_crash=lambda: os._exit(_CRASHED)
+        )
         self._runtime = self._worker.start()
 
     def _load(self, settings: StageSettings) -> StageRuntime[Caller]:

@@ -192,6 +192,8 @@ class StageRuntime(Generic[R]):
 
     def _prepare(self, frame: QueuedFrame[R], statuses: list[StepStatus], urgent: Urgent) -> list[_Work]:
         work: list[_Work] = []
+        if frame.header.incarnation != urgent.incarnation:
+            return work
         row = token = 0
         last = self._engine.info.is_last
         for index, step in enumerate(frame.header.steps):

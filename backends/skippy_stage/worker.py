@@ -25,11 +25,16 @@ class StageWorker(Generic[R]):
     Loading is the worker's too, so that a single thread of the process ever enters OpenMP. Each that does
     keeps a team of its own, and with more threads in all teams than cores libgomp stops waiting actively:
     the row of a 135M model then takes two threads as long as one.
+
+    ``on_crash`` is called when the runtime itself fails; the worker then ends.
     """
 
-    def __init__(self, load: Load[R], respond: Respond[R], name: str) -> None:
+    def __init__(
+        self, load: Load[R], respond: Respond[R], name: str, on_crash: Callable[[], None] = lambda: None
+    ) -> None:
         self._load = load
         self._respond = respond
+        self._on_crash = on_crash
         self._runtime: StageRuntime[R] | None = None
         self._loaded: queue.SimpleQueue[StageRuntime[R] | Exception] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -63,7 +68,13 @@ class StageWorker(Generic[R]):
             frame = runtime.take(timeout=1.0)
             if frame is None:
                 continue
-            result, hidden = runtime.execute(frame)
+            try:
+                result, hidden = runtime.execute(frame)
+            except Exception:
+                # Faults of steps don't get here: this is a bug, and what the runtime holds can't be trusted.
+                log.exception("the stage's worker failed")
+                self._on_crash()
+                return
             try:
                 self._respond(frame.reply, result, hidden)
             except Exception:

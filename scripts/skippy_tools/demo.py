@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from skippy_client import Message, SkippyClient
+from skippy_client import SkippyError as ClientError
 from skippy_orchestrator.deployment import load_deployment
 from skippy_stage.errors import SkippyError
 
@@ -48,6 +49,8 @@ def demo(
         raise typer.Exit(130) from None
     except SkippyError as error:
         fail(error)
+    except ClientError as error:
+        fail(SkippyError(str(error)))
     finally:
         if server is not None:
             server.stop()

@@ -217,9 +217,15 @@ def run(
         start_visibly(server, stops)
     print_endpoints(server)
     if json_endpoints is not None:
-        json_endpoints.write_bytes(msgspec.json.encode(server.endpoints))
+        try:
+            json_endpoints.write_bytes(msgspec.json.encode(server.endpoints))
+        except OSError as error:
+            raise SkippyError(f"{json_endpoints}: {error.strerror}") from None
     while server.running and not stops.asked():
-        stops.wait(0.5)
+        stops.wait(2.0)
+        # Calls to a dead stub never return, so its clients are told by the server's end.
+        if server.running and not stops.asked() and (lost := server.lost):
+            raise ServerError(f"{', '.join(lost)}: the process has ended", server.log_excerpt())
     if not server.running:
         raise ServerError(f"tritonserver ended with status {server.returncode}", server.log_excerpt())
     console.print("stopping: running requests may finish; again to end them")

@@ -138,6 +138,17 @@ class ServerProcess:
         return stubs_of(self.pids, self.models)
 
     @property
+    def lost(self) -> list[str]:
+        """Of the orchestrator and its aliases, those whose stub has ended; nobody brings them back.
+
+        Meaningful once the server is ready.
+        """
+        section, alive = self.deployment.server, self.stub_pids
+        return [
+            name for name in (section.name, *section.aliases) if name in self.models and name not in alive
+        ]
+
+    @property
     def models(self) -> list[str]:
         """Names of the models in its repository."""
         repository = self._model_repository or self.run_dir / "models"
@@ -161,6 +172,16 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the server; returns before it is ready. Raises SkippyError for what is wrong beforehand."""
+        try:
+            self._start()
+        except OSError as error:
+            raise SkippyError(f"{error.filename}: {error.strerror}") from None
+        finally:
+            if self._guard is None and not self._keep_run_dir and self._run_dir is not None:
+                shutil.rmtree(self._run_dir, ignore_errors=True)
+                self._run_dir = None
+
+    def _start(self) -> None:
         guard.sweep_dead()
         section = self.deployment.server
         server = self.tritonserver = self.tritonserver or find_tritonserver()
@@ -257,11 +278,11 @@ class ServerProcess:
         (self.run_dir / DRAIN_FILE).touch()
         deadline = time.monotonic() + self.deployment.limits.drain_timeout_s
         while self.running and time.monotonic() < deadline and not interrupted():
-            try:
-                if self.status(timeout_s=2.0).idle:
+            # Busy cores may not answer in time; the limit is that of the drain alone.
+            with contextlib.suppress(StatusError):
+                status = self.status(timeout_s=2.0)
+                if status.draining and status.idle:
                     return True
-            except StatusError:
-                return False
             time.sleep(POLL_S)
         return False
 

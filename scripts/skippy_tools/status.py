@@ -28,6 +28,7 @@ class Status(msgspec.Struct, frozen=True):
 
     ready: bool
     reason: str = ""
+    draining: bool = False
     active: int = 0
     waiting: int = 0
     stages: tuple[StageState, ...] = ()

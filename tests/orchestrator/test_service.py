@@ -170,15 +170,19 @@ def test_a_step_fails_alone_and_names_the_stage() -> None:
         s.wait_free()
 
 
-def test_a_client_that_cannot_be_sent_to_harms_nobody() -> None:
+@pytest.mark.parametrize("lost", ["first", "last"])
+def test_a_response_that_cannot_be_sent_is_an_error_and_harms_nobody_else(lost: str) -> None:
     class Deaf(Client):
         def send(self, request: object, span: Span) -> None:
+            if span.error is None and (span.final or lost == "first"):
+                raise OSError("broken pipe")
             super().send(request, span)  # type: ignore[arg-type]
-            raise OSError("broken pipe")
 
     with serving() as s:
         deaf, other = s.submit([1], 30, client=Deaf()), s.submit([2], 30)
-        assert deaf.finish() == other.finish() == "length"
+        assert deaf.finish() == "INTERNAL: orchestrator: a response could not be sent"
+        assert lost == "last" or not deaf.tokens
+        assert other.finish() == "length"
         assert other.tokens == reference([2], 30)
         s.wait_free()
 

@@ -30,6 +30,7 @@ class TritonPythonModel:
         status = {
             "ready": ready and not self.drain.exists(),
             "reason": "",
+            "draining": self.drain.exists(),
             "active": int(ready and age < self.ready_after_s + self.busy_s),
             "waiting": 0,
             "stages": [

@@ -86,6 +86,8 @@ class BlsTransport:
     def revive(self) -> None:
         """Have the server load the stage's model again."""
         if self._repository is None:
+            # Asked again from now on, so that it is noticed when somebody has loaded the model.
+            self._process = None
             raise StageFault(self.name, "its process has ended; load the model again, or restart the server")
         self._repository.reload(self.name)
         self._process = None

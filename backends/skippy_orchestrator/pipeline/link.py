@@ -89,8 +89,9 @@ class Link:
         self._to_read: queue.SimpleQueue[tuple[Flight, Pending] | None] = queue.SimpleQueue()
         self._sent_at: deque[float] = deque()
         self._stopped = threading.Event()
+        self._failing = threading.Lock()
         self._threads = [
-            threading.Thread(target=self._run, args=(loop,), name=f"{self.name}-{role}", daemon=True)
+            threading.Thread(target=loop, name=f"{self.name}-{role}", daemon=True)
             for role, loop in (("dispatcher", self._dispatch), ("reader", self._read))
         ]
 
@@ -114,7 +115,6 @@ class Link:
         """Take no more frames and report nothing any more; does not wait."""
         self._stopped.set()
         self._to_send.put(None)
-        self._to_read.put(None)
         self._places.release()
 
     def join(self, timeout: float) -> bool:
@@ -124,29 +124,38 @@ class Link:
             thread.join(max(0.0, deadline - self._clock()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self, loop: Callable[[], None]) -> None:
-        try:
-            loop()
-        except Exception as error:
-            if not self._stopped.is_set():
-                log.warning("%s: %s", self.name, error)
-                self._on_failure(self.name, str(error).removeprefix(f"{self.name}: "))
+    def _fail(self, error: Exception) -> None:
+        with self._failing:
+            if self._stopped.is_set():
+                return
+            self.stop()
+        log.warning("%s: %s", self.name, error)
+        self._on_failure(self.name, str(error).removeprefix(f"{self.name}: "))
 
     def _dispatch(self) -> None:
-        while (flight := self._to_send.get()) is not None:
-            self._places.acquire()
-            if self._stopped.is_set():
-                return
-            self._sent_at.append(self._clock())
-            pending = self._transport.send(self._make_header(flight), flight.tokens(), flight.hidden)
-            self._to_read.put((flight, pending))
+        try:
+            while (flight := self._to_send.get()) is not None:
+                self._places.acquire()
+                if self._stopped.is_set():
+                    return
+                self._sent_at.append(self._clock())
+                pending = self._transport.send(self._make_header(flight), flight.tokens(), flight.hidden)
+                self._to_read.put((flight, pending))
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._to_read.put(None)
 
     def _read(self) -> None:
+        # What is outstanding when the link stops is waited for all the same: a call must be taken to its end
+        # (finished_calls).
         while (item := self._to_read.get()) is not None:
             flight, pending = item
-            result, hidden = pending.wait()
-            if self._stopped.is_set():
-                return
-            self._sent_at.popleft()
-            self._places.release()
-            self._on_result(flight, result, hidden)
+            try:
+                result, hidden = pending.wait()
+                if not self._stopped.is_set():
+                    self._sent_at.popleft()
+                    self._places.release()
+                    self._on_result(flight, result, hidden)
+            except Exception as error:
+                self._fail(error)

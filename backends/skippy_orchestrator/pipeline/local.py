@@ -39,7 +39,8 @@ class LocalTransport:
     def __init__(self, name: str, runtime: StageRuntime[LocalPending]) -> None:
         self.name = name
         self.runtime = runtime
-        self._worker = StageWorker(lambda: runtime, _respond, name)
+        self._outstanding: set[LocalPending] = set()
+        self._worker = StageWorker(lambda: runtime, self._respond, name)
         self._worker.start()
 
     def send(self, header: FrameHeader, tokens: npt.NDArray[np.int32], hidden: Hidden | None) -> LocalPending:
@@ -48,8 +49,9 @@ class LocalTransport:
         if not isinstance(decoded, FrameHeader):
             raise SkippyError(f"a {type(decoded).__name__} sent as a frame")
         pending = LocalPending()
+        self._outstanding.add(pending)
         for old in self.runtime.accept(decoded, tokens, hidden, pending):
-            old.put(SkippyError("the pipeline started anew before this frame ran"))
+            self._end(old, SkippyError("the pipeline started anew before this frame ran"))
         return pending
 
     def status(self, *, check_integrity: bool = False) -> StageStatus:
@@ -65,9 +67,14 @@ class LocalTransport:
         raise SkippyError(f"{self.name}: is part of this process")
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop the stage's worker."""
+        """Stop the stage's worker; what it has not answered gets an error."""
         self._worker.stop(timeout)
+        for pending in list(self._outstanding):
+            self._end(pending, SkippyError("the stage has stopped"))
 
+    def _respond(self, pending: LocalPending, result: FrameResult, hidden: Hidden | None) -> None:
+        self._end(pending, (result, hidden))
 
-def _respond(pending: LocalPending, result: FrameResult, hidden: Hidden | None) -> None:
-    pending.put((result, hidden))
+    def _end(self, pending: LocalPending, result: tuple[FrameResult, Hidden | None] | SkippyError) -> None:
+        self._outstanding.discard(pending)
+        pending.put(result)

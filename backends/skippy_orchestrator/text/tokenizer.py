@@ -52,7 +52,7 @@ class TextModel:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain prompt, with the special tokens that the tokenizer itself adds (BOS, mostly)."""
-        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: str) -> list[int]:
         """Tokens of a conversation given as JSON; the template brings all special tokens itself.
@@ -64,7 +64,12 @@ class TextModel:
             raise InvalidArgument(
                 "messages", messages, "text_input or input_ids: this model has no chat template"
             )
-        return list(self._tokenizer.encode(self._template.render(conversation), add_special_tokens=False).ids)
+        return self._encode(self._template.render(conversation), add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # A batch of one: encode() holds the GIL, for seconds where the text is long.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of a whole generation; special tokens are left out."""

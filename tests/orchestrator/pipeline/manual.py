@@ -61,6 +61,7 @@ class ManualPending:
         self.header = header
         self.tokens = tokens
         self.hidden = hidden
+        self.waited_for = False
         self._answer: queue.SimpleQueue[tuple[FrameResult, Any] | Exception] = queue.SimpleQueue()
 
     def answer(self, hidden: Any = None, statuses: tuple[StepStatus, ...] | None = None) -> None:
@@ -75,6 +76,7 @@ class ManualPending:
 
     def wait(self) -> tuple[FrameResult, Any]:
         answer = self._answer.get()
+        self.waited_for = True
         if isinstance(answer, Exception):
             raise answer
         return answer

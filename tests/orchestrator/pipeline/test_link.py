@@ -135,6 +135,8 @@ def test_after_stop_nothing_is_reported_and_nothing_more_is_sent(rig: Rig, outco
         second.fail(SkippyError("too late"))
     assert rig.link.join(GENEROUS_S)
     assert not rig.transport.has_frames
+    assert first.waited_for
+    assert second.waited_for
     assert (rig.results, rig.failures) == ([], [])
 
 
