@@ -58,7 +58,8 @@ def demo(
 
 def answer(server: ServerProcess, stops: Stops, prompt: str, max_tokens: int) -> None:
     """Stream one answer to the terminal, then show what it cost."""
-    console.print(f"\n[bold]{server.model_name}[/bold], {len(server.status().stages)} stages")
+    stages = len(server.status().stages)
+    console.print(f"\n[bold]{server.model_name}[/bold], {stages} {'stage' if stages == 1 else 'stages'}")
     console.print(f"> {prompt}\n", markup=False)
     started = time.monotonic()
     first = last = 0.0

@@ -211,3 +211,29 @@ def test_serve_reports_a_crash(tmp_path: Path) -> None:
     assert serve.process.wait(20) == 1
     assert "tritonserver ended with status 137" in serve.output.read_text()
     assert_no_traces(serve.prefix)
+
+
+def test_serve_ends_when_the_orchestrator_s_process_has(tmp_path: Path) -> None:
+    serve = Serve(tmp_path)
+    try:
+        serve.wait_until_ready()
+        (stub,) = [line for line in traces(serve.prefix) if "triton_python_backend_stub" in line]
+        os.kill(int(stub.split()[1].rstrip(":")), signal.SIGKILL)
+        assert serve.process.wait(60) == 1
+    finally:
+        serve.process.kill()
+    assert f"{NAME}: the process has ended" in serve.output.read_text()
+    assert_no_traces(serve.prefix)
+    assert not list(serve.tmp.iterdir())
+
+
+def test_what_cannot_be_written_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    repository = trivial_repository(tmp_path / "repository")
+    missing = tmp_path / "missing" / "server.log"
+    server = ServerProcess(trivial_deployment(), model_repository=repository, log=missing)
+    with pytest.raises(SkippyError, match=r"missing.*No such file"):
+        server.start()
+    assert not list(tmp_path.glob("skippy-*"))
