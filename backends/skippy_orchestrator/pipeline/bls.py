@@ -8,7 +8,7 @@ use-after-free before release 26.07, so it is never used.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,14 @@ from skippy_stage.engines.base import Hidden
 from skippy_stage.errors import ProtocolError, StageFault
 from skippy_stage.protocol import FrameHeader, FrameResult, Refusal, StageStatus, StatusRequest
 
+from skippy_orchestrator.pipeline.call_gate import CallGate
 from skippy_orchestrator.pipeline.finished_calls import FINISHED
 from skippy_orchestrator.pipeline.process import StageProcess
 from skippy_orchestrator.pipeline.repository import ModelRepository
+
+GATE: Final = CallGate()
+"""That of this process."""
+_SETTLED_WITHIN_S: Final = 5.0
 
 
 class BlsPending:
@@ -54,9 +59,6 @@ class BlsTransport:
             tensors.append(pb_utils.Tensor(protocol.TENSOR_TOKENS, tokens))
         if hidden is not None:
             tensors.append(pb_utils.Tensor(protocol.TENSOR_HIDDEN, hidden))
-        # Asked each time, since a call to a dead stub may hang, and its error is as dangerous as any of Triton's.
-        if self.is_gone():
-            raise StageFault(self.name, "its process has ended")
         responses = self._exec(tensors, self._outputs)
         acknowledgement = next(responses, None)
         try:
@@ -89,6 +91,7 @@ class BlsTransport:
             # Asked again from now on, so that it is noticed when somebody has loaded the model.
             self._process = None
             raise StageFault(self.name, "its process has ended; load the model again, or restart the server")
+        GATE.wait_settled(self, _SETTLED_WITHIN_S)
         self._repository.reload(self.name)
         self._process = None
 
@@ -96,7 +99,8 @@ class BlsTransport:
         request = pb_utils.InferenceRequest(
             model_name=self.name, requested_output_names=outputs, inputs=tensors
         )
-        return iter(request.exec(decoupled=True))
+        with GATE.call(self):
+            return iter(request.exec(decoupled=True))
 
 
 def _header_tensor(message: protocol.Request) -> Any:
