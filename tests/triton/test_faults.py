@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from skippy_client import ServerFault, ServerUnavailable, SkippyClient
+from skippy_client import GenerationCancelled, ServerFault, ServerUnavailable, SkippyClient, SkippyError
 from skippy_tools.server import ServerProcess
 
 from tests.triton.support import client_of, generate_all, raw_stream, tensor, wait_until
@@ -161,6 +163,48 @@ def test_kill_9_of_an_idle_stage_and_of_both(server: ServerProcess, client: Skip
         wait_until(lambda: not client.status().ready, 10, "the loss is noticed")
         client.wait_ready(60)
         assert client.generate(PROMPT, max_tokens=5).num_output_tokens == 5
+
+
+def test_kills_under_load_never_take_the_server_down() -> None:
+    """16 clients, by two names, a fifth of them cancelling; each stage dies in turn, and serving goes on."""
+    finished, over, wrong = [0], threading.Event(), []
+
+    def work(server: ServerProcess, index: int) -> None:
+        chance = random.Random(index)
+        name = ("skippy", "ensemble")[index % 2]
+        with SkippyClient(server.endpoints.grpc, model=name, timeout=60) as mine:
+            while not over.is_set():
+                try:
+                    stream = mine.stream(f"{index} ships went", max_tokens=40, ignore_eos=True)
+                    if chance.random() < 0.2:
+                        time.sleep(chance.random() / 2)
+                        stream.cancel()
+                    stream.result()
+                    finished[0] += 1
+                except (ServerFault, ServerUnavailable, GenerationCancelled):
+                    time.sleep(0.1)
+                except SkippyError as error:
+                    wrong.append(error)
+
+    with running(deployment("[kv]\ntokens = 8192")) as server, client_of(server) as client:
+        threads = [threading.Thread(target=work, args=(server, i)) for i in range(16)]
+        for thread in threads:
+            thread.start()
+        try:
+            for stage in ("skippy_stage_0", "skippy_stage_1", "skippy_stage_0"):
+                before = finished[0]
+                wait_until(lambda n=before: finished[0] > n + 16, 60, "streams finish")  # type: ignore[misc]
+                os.kill(server.stub_pids[stage], signal.SIGKILL)
+                wait_until(lambda: not client.status().ready, 20, "the loss is noticed")
+                client.wait_ready(60)
+            before = finished[0]
+            wait_until(lambda: finished[0] > before + 16, 60, "streams finish again")
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+        assert wrong == []
+        assert server.running
 
 
 def test_the_server_stops_cleanly_after_a_kill() -> None:
