@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,11 +43,6 @@ class TextModel:
     def vocab_size(self) -> int:
         """One more than the highest token id."""
         return len(self.token_bytes)
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for vocabularies that give the same text for the same ids."""
-        return hashlib.sha256(b"".join(b"%d:%b" % (len(t), t) for t in self.token_bytes)).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain prompt, with the special tokens that the tokenizer itself adds (BOS, mostly)."""
