@@ -1,17 +1,25 @@
-"""A deterministic engine for tests: every row depends on every row before it, on every stage.
+"""Deterministic engines for tests: every row depends on every row before it, on every stage.
 
-A row's value at a layer is a hash of the value below it and of the same layer's value one position
-earlier, kept in the sequence's "KV". A lost, doubled or misplaced row anywhere changes all that follows.
-Values are integers below 2**16, exact in float32, and do not depend on where the layers are cut.
+A row's value at a layer is a hash of the value below it and of the same layer's value one position earlier.
+A lost, doubled or misplaced row anywhere changes all that follows. Values are integers below 2**16, exact in
+float32, and do not depend on where the layers are cut.
+
+``ScriptedEngine`` keeps these values where a real engine has its KV: by block and offset, with the product's own
+block accounting. So a block that is shared, copied or recorded wrongly gives wrong values too, and
+``check_integrity`` finds it even where nothing depends on it yet.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
-from skippy_stage.engines.base import Batch, BatchOutput, EngineInfo, KvUsage
+from skippy_stage.engines.base import Batch, BatchOutput, EngineInfo, KvUsage, SequenceRows, StateMismatch
+from skippy_stage.engines.sequences import SequenceStore
 from skippy_stage.errors import SkippyError
 from skippy_stage.protocol import SamplingParams
 from skippy_stage.sampling import sample
@@ -32,8 +40,13 @@ def _logits(state: int) -> np.ndarray:
     return ((state * 7919 + ids * ids * 104729 + ids * 31) % 10007 / 1000).astype(np.float32)
 
 
-class ScriptedEngine:
-    """Layers [first, last) of the scripted model. ``fault`` may raise before a batch runs."""
+E = TypeVar("E", bound="_Scripted")
+Column = tuple[int, ...]
+"""What enters at a position, and its value at each of the engine's layers."""
+
+
+class _Scripted(ABC):
+    """What the engines below share: layers [first, last). ``fault`` may raise before a batch runs."""
 
     def __init__(
         self,
@@ -59,61 +72,203 @@ class ScriptedEngine:
         )
         self.fault = fault
         self.batches: list[Batch] = []
-        self._rooms: dict[int, int] = {}
-        self._states: dict[int, list[list[int]]] = {}
 
     @property
     def info(self) -> EngineInfo:
         return self._info
 
-    def open(self, sequence: int, max_tokens: int) -> None:
-        if sequence in self._states:
-            raise SkippyError(f"sequence {sequence} is open")
-        self._states[sequence] = []
-        self._rooms[sequence] = -(-max_tokens // self._info.kv_block_tokens)
-        if sum(self._rooms.values()) > self._info.kv_blocks:
-            raise AssertionError("the orchestrator let a stage run out of KV")
-
-    def close(self, sequence: int) -> None:
-        self._states.pop(sequence, None)
-        self._rooms.pop(sequence, None)
-
-    def cached(self, sequence: int) -> int:
-        return len(self._states[sequence])
-
     def forward(self, batch: Batch, *, threads: int | None = None) -> BatchOutput:
         if self.fault is not None:
             self.fault(batch)
         self.batches.append(batch)
-        info = self._info
-        layers = range(info.first_layer, info.last_layer)
+        self._prepare(batch.sequences)
         outs: list[int] = []
         logits: list[np.ndarray] = []
-        row = 0
         for rows in batch.sequences:
-            states = self._states[rows.sequence]
-            assert rows.past <= len(states), "past beyond the cache"
-            del states[rows.past :]
             for i in range(rows.rows):
-                below = int(batch.token_ids[row]) if info.is_first else int(batch.hidden[row, 0])  # type: ignore[index]
-                row += 1
-                column: list[int] = []
-                for place, layer in enumerate(layers):
-                    before = states[-1][place] if states else layer
-                    below = _next(layer, before, below)
-                    column.append(below)
-                states.append(column)
-                outs.append(below)
+                row = len(outs)
+                below = int(batch.token_ids[row] if self._info.is_first else batch.hidden[row, 0])  # type: ignore[index]
+                column = self._column(self._before(rows.sequence, rows.past + i), below)
+                self._keep(rows.sequence, rows.past + i, column)
+                outs.append(column[-1])
                 if rows.rows - i <= rows.logits:
-                    logits.append(_logits(below))
-        if info.is_last:
+                    logits.append(_logits(column[-1]))
+        if self._info.is_last:
             return BatchOutput(logits=np.stack(logits) if logits else None)
         hidden = np.repeat(np.array(outs, dtype=np.float32)[:, None], HIDDEN, axis=1)
         return BatchOutput(hidden=hidden)
 
+    def _column(self, before: Column | None, below: int) -> Column:
+        column = [below]
+        for layer in range(self._info.first_layer, self._info.last_layer):
+            earlier = layer if before is None else before[len(column)]
+            column.append(_next(layer, earlier, column[-1]))
+        return tuple(column)
+
+    def columns_of(self, inputs: Sequence[int]) -> list[Column]:
+        """What a sequence holds after these inputs: token ids on the first stage, else hidden values."""
+        columns: list[Column] = []
+        for below in inputs:
+            columns.append(self._column(columns[-1] if columns else None, below))
+        return columns
+
+    @abstractmethod
+    def _prepare(self, rows: Sequence[SequenceRows]) -> None:
+        """Make room for rows, or raise."""
+
+    @abstractmethod
+    def _before(self, sequence: int, position: int) -> Column | None:
+        """The column that ``position`` follows on; None for the first."""
+
+    @abstractmethod
+    def _keep(self, sequence: int, position: int, column: Column) -> None:
+        """Write a position's column."""
+
+
+class ScriptedEngine(_Scripted):
+    """Columns in blocks that sequences share, as an attention model's KV."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        size = self._info.kv_block_tokens
+        self._store = SequenceStore(self._info.kv_blocks * size, size)
+        self._memory: dict[int, list[Column]] = {}
+        """Columns by block, up to the offset that was written last."""
+
+    def open(self, sequence: int, max_tokens: int) -> None:
+        self._store.open(sequence, max_tokens)
+
+    def close(self, sequence: int) -> None:
+        self._store.close(sequence)
+
+    def cached(self, sequence: int) -> int:
+        return self._store.cached(sequence)
+
+    @property
+    def prefix_blocks(self) -> SequenceStore:
+        return self._store
+
+    @property
+    def exact_state(self) -> ScriptedEngine:
+        return self
+
+    def export(self, sequence: int) -> bytes:
+        columns = self.columns(sequence)
+        if not columns:
+            raise SkippyError(f"sequence {sequence} is empty")
+        return json.dumps(columns).encode()
+
+    def load(self, sequence: int, state: bytes, length: int) -> None:
+        if self.cached(sequence):
+            raise SkippyError(f"sequence {sequence} is not empty")
+        columns = json.loads(state)
+        if len(columns) != length:
+            raise StateMismatch(f"{len(columns)} columns for {length} positions")
+        self._prepare([SequenceRows(sequence, 0, length)])
+        for position, column in enumerate(columns):
+            self._keep(sequence, position, tuple(column))
+
+    def columns(self, sequence: int) -> list[Column]:
+        """What a sequence holds, by position."""
+        return [self._read(sequence, position) for position in range(self.cached(sequence))]
+
+    def memory(self, block: int) -> list[Column]:
+        """What a block holds, by offset."""
+        return self._memory[block]
+
+    def _prepare(self, rows: Sequence[SequenceRows]) -> None:
+        copies = self._store.extend(rows).copies
+        for copy in copies:
+            self._memory[copy.target] = self._memory[copy.source][: copy.tokens]
+
+    def _before(self, sequence: int, position: int) -> Column | None:
+        return self._read(sequence, position - 1) if position else None
+
+    def _keep(self, sequence: int, position: int, column: Column) -> None:
+        size = self._store.block_tokens
+        block = self._store.blocks(sequence)[position // size]
+        # What lay behind the offset is lost: a block that somebody else needs must not be written to.
+        self._memory[block] = [*self._memory.get(block, [])[: position % size], column]
+
+    def _read(self, sequence: int, position: int) -> Column:
+        size = self._store.block_tokens
+        return self._memory[self._store.blocks(sequence)[position // size]][position % size]
+
     def usage(self) -> KvUsage:
-        cached = {name: len(states) for name, states in self._states.items()}
-        return KvUsage(self._info.kv_blocks, sum(self._rooms.values()), cached)
+        return self._store.usage()
+
+    def check_integrity(self) -> None:
+        self._store.check_integrity()
+        for sequence in self._store.usage().cached:
+            columns = self.columns(sequence)
+            assert columns == self.columns_of([column[0] for column in columns]), f"sequence {sequence}"
+
+    def shutdown(self) -> None:
+        self._memory.clear()
+
+
+class RecurrentEngine(_Scripted):
+    """Keeps the latest column of a sequence only, as a recurrent model: nothing can be shared or cut."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._rooms: dict[int, int] = {}
+        self._states: dict[int, tuple[int, Column]] = {}
+        """Length and latest column."""
+
+    def open(self, sequence: int, max_tokens: int) -> None:
+        if sequence in self._rooms:
+            raise SkippyError(f"sequence {sequence} is open already")
+        self._rooms[sequence] = max_tokens
+        self._states[sequence] = (0, ())
+
+    def close(self, sequence: int) -> None:
+        self._rooms.pop(sequence, None)
+        self._states.pop(sequence, None)
+
+    def cached(self, sequence: int) -> int:
+        if sequence not in self._states:
+            raise SkippyError(f"sequence {sequence} is not open")
+        return self._states[sequence][0]
+
+    @property
+    def prefix_blocks(self) -> None:
+        return None
+
+    @property
+    def exact_state(self) -> RecurrentEngine:
+        return self
+
+    def export(self, sequence: int) -> bytes:
+        if not self.cached(sequence):
+            raise SkippyError(f"sequence {sequence} is empty")
+        return json.dumps(self._states[sequence]).encode()
+
+    def load(self, sequence: int, state: bytes, length: int) -> None:
+        if self.cached(sequence) or length > self._rooms[sequence]:
+            raise SkippyError(f"sequence {sequence} cannot take {length} positions")
+        have, column = json.loads(state)
+        if have != length:
+            raise StateMismatch(f"a state of {have} positions, not {length}")
+        self._states[sequence] = (length, tuple(column))
+
+    def _prepare(self, rows: Sequence[SequenceRows]) -> None:
+        for item in rows:
+            have = self.cached(item.sequence)
+            if item.past != have:
+                raise SkippyError(f"sequence {item.sequence}: past {item.past}, the state is that of {have}")
+            if have + item.rows > self._rooms[item.sequence]:
+                raise SkippyError(f"sequence {item.sequence}: {have + item.rows} positions do not fit")
+
+    def _before(self, sequence: int, position: int) -> Column | None:
+        return self._states[sequence][1] if position else None
+
+    def _keep(self, sequence: int, position: int, column: Column) -> None:
+        self._states[sequence] = (position + 1, column)
+
+    def usage(self) -> KvUsage:
+        cached = {sequence: length for sequence, (length, _) in self._states.items()}
+        return KvUsage(self._info.kv_blocks, 0, cached)
 
     def check_integrity(self) -> None:
         assert self._rooms.keys() == self._states.keys()
@@ -141,7 +296,7 @@ def reference(prompt: Sequence[int], count: int, sampling: SamplingParams | None
     return tokens[len(prompt) :]
 
 
-def cut(stages: int, **options: object) -> list[ScriptedEngine]:
+def cut(stages: int, kind: type[E] = ScriptedEngine, **options: object) -> list[E]:  # type: ignore[assignment]
     """The scripted model in so many stages."""
     ends = [LAYERS * i // stages for i in range(stages + 1)]
-    return [ScriptedEngine(a, b, **options) for a, b in itertools.pairwise(ends)]  # type: ignore[arg-type]
+    return [kind(a, b, **options) for a, b in itertools.pairwise(ends)]  # type: ignore[arg-type]

@@ -1,14 +1,15 @@
 """Paged KV accounting: which block of the cache holds which positions of which sequence.
 
 Pure bookkeeping, without tensors. A sequence's positions lie in fixed-size blocks named by its
-``BlockTable``; tables may share blocks. A block held by more than one table is immutable: whoever writes
-into it gets a copy first, and ``append`` returns the copies that the engine must do before it writes.
+``BlockTable``; tables may share blocks, and the prefix store may *record* a block, which makes it one more
+holder. A block with more than one holder is immutable: whoever writes into it gets a copy first, and
+``append`` returns the copies that the engine must do before it writes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from skippy_stage.errors import SkippyError
@@ -28,12 +29,17 @@ class BlockCopy:
 
 
 class BlockPool:
-    """All blocks of one cache: a free list and a count of holders per block."""
+    """All blocks of one cache: a free list, and for every block how many hold it.
+
+    Holders are tables, each of which holds a block at most once, and the prefix store's record of it.
+    """
 
     def __init__(self, blocks: int, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.total = blocks
         self._holders = [0] * blocks
+        self._recorded = [False] * blocks
+        self._recorded_count = self._recorded_alone = 0
         self._free = list(range(blocks - 1, -1, -1))
 
     @property
@@ -46,13 +52,31 @@ class BlockPool:
         """Blocks that somebody holds; a shared one counts once."""
         return self.total - len(self._free)
 
+    @property
+    def recorded(self) -> int:
+        """Blocks that the prefix store holds."""
+        return self._recorded_count
+
+    @property
+    def recorded_alone(self) -> int:
+        """Blocks that the prefix store holds, and no table."""
+        return self._recorded_alone
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that ``tokens`` positions take."""
         return -(-tokens // self.block_tokens)
 
     def holders(self, block: int) -> int:
-        """How many tables hold a block."""
+        """How many hold a block."""
         return self._holders[block]
+
+    def is_recorded(self, block: int) -> bool:
+        """The prefix store holds the block."""
+        return self._recorded[block]
+
+    def is_recorded_alone(self, block: int) -> bool:
+        """The prefix store holds the block, and no table does."""
+        return self._recorded[block] and self._holders[block] == 1
 
     def take(self) -> int:
         """Take a free block; raises OutOfBlocksError."""
@@ -63,25 +87,52 @@ class BlockPool:
         return block
 
     def retain(self, block: int) -> None:
-        """Add a holder to a block in use."""
+        """Add a table to the holders of a block in use."""
         if self._holders[block] < 1:
             raise AssertionError(f"block {block} is shared, but nobody holds it")
+        self._recorded_alone -= self.is_recorded_alone(block)
         self._holders[block] += 1
 
     def release(self, block: int) -> None:
-        """Drop a holder; the last one frees the block."""
-        if self._holders[block] < 1:
-            raise AssertionError(f"block {block} is released, but nobody holds it")
+        """Drop a table from the holders of a block; the last holder frees it."""
+        if self._holders[block] <= self._recorded[block]:
+            raise AssertionError(f"block {block} is released, but no table holds it")
         self._holders[block] -= 1
+        self._recorded_alone += self.is_recorded_alone(block)
         if self._holders[block] == 0:
             self._free.append(block)
 
+    def record(self, block: int) -> None:
+        """Make the prefix store a holder of a block in use that it does not hold yet."""
+        if self._holders[block] < 1 or self._recorded[block]:
+            raise AssertionError(f"block {block} is recorded, but it is free or recorded already")
+        self._recorded[block] = True
+        self._holders[block] += 1
+        self._recorded_count += 1
+
+    def forget(self, block: int) -> bool:
+        """End the prefix store's hold on a block; True when that freed it."""
+        if not self._recorded[block]:
+            raise AssertionError(f"block {block} is forgotten, but it is not recorded")
+        self._recorded_alone -= self.is_recorded_alone(block)
+        self._recorded[block] = False
+        self._holders[block] -= 1
+        self._recorded_count -= 1
+        if self._holders[block] == 0:
+            self._free.append(block)
+            return True
+        return False
+
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
-        """Raise AssertionError unless ``tables`` are exactly the holders that the pool counts."""
+        """Raise AssertionError unless ``tables`` and the records are exactly the holders that are counted."""
         held = Counter(block for table in tables for block in table.blocks)
-        for block in range(self.total):
-            if held[block] != self._holders[block]:
-                raise AssertionError(f"block {block}: {held[block]} holders, {self._holders[block]} counted")
+        for block, recorded in enumerate(self._recorded):
+            expected = held[block] + recorded
+            if expected != self._holders[block]:
+                raise AssertionError(f"block {block}: {expected} holders, {self._holders[block]} counted")
+        alone = sum(map(self.is_recorded_alone, range(self.total)))
+        if (self._recorded_count, self._recorded_alone) != (sum(self._recorded), alone):
+            raise AssertionError("recorded blocks are miscounted")
         free = set(self._free)
         if len(free) != len(self._free) or any(self._holders[block] for block in free):
             raise AssertionError("a block is free twice, or free and held")
@@ -90,7 +141,7 @@ class BlockPool:
 
 
 class BlockTable:
-    """The blocks of one sequence or record, in order of its positions."""
+    """The blocks of one sequence, in order of its positions."""
 
     __slots__ = ("_pool", "blocks", "length")
 
@@ -103,6 +154,10 @@ class BlockTable:
         """Free blocks that ``append(tokens)`` will take, its copy included."""
         new = self._pool.blocks_for(self.length + tokens) - len(self.blocks)
         return new + (1 if tokens and self._ends_in_shared() else 0)
+
+    def open_block(self) -> int | None:
+        """The table's last block if the next position falls into it, else None."""
+        return self.blocks[-1] if self.length % self._pool.block_tokens else None
 
     def append(self, tokens: int) -> list[BlockCopy]:
         """Grow by ``tokens`` positions, and return the copies to do before they are written.
@@ -138,16 +193,14 @@ class BlockTable:
         while len(self.blocks) > keep:
             self._pool.release(self.blocks.pop())
 
-    def share(self, length: int) -> BlockTable:
-        """Make a table of the first ``length`` positions that holds the same blocks."""
-        if not 0 <= length <= self.length:
-            raise AssertionError(f"share {length} of {self.length} positions")
-        other = BlockTable(self._pool)
-        other.blocks = self.blocks[: self._pool.blocks_for(length)]
-        other.length = length
-        for block in other.blocks:
+    def adopt(self, blocks: Sequence[int], length: int) -> None:
+        """Start with ``length`` positions that lie in ``blocks``, which others hold and go on holding."""
+        if self.length or len(blocks) != self._pool.blocks_for(length):
+            raise AssertionError(f"{length} positions in {len(blocks)} blocks for a table with {self.length}")
+        for block in blocks:
             self._pool.retain(block)
-        return other
+        self.blocks = list(blocks)
+        self.length = length
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the blocks are as many as the length takes, each once and held."""
@@ -160,4 +213,5 @@ class BlockTable:
 
     def _ends_in_shared(self) -> bool:
         """The next position falls inside a block that others hold too."""
-        return self.length % self._pool.block_tokens != 0 and self._pool.holders(self.blocks[-1]) > 1
+        block = self.open_block()
+        return block is not None and self._pool.holders(block) > 1

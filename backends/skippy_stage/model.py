@@ -19,6 +19,10 @@ from skippy_stage import protocol  # noqa: E402
 from skippy_stage.engines import create_engine  # noqa: E402
 from skippy_stage.engines.base import Hidden  # noqa: E402
 from skippy_stage.errors import ProtocolError, SkippyError  # noqa: E402
+from skippy_stage.identity import stage_identity  # noqa: E402
+from skippy_stage.prefix.activations import ActivationCache  # noqa: E402
+from skippy_stage.prefix.factory import make_prefix_store  # noqa: E402
+from skippy_stage.prefix.kill_switch import prefix_cache_killed  # noqa: E402
 from skippy_stage.runtime import StageRuntime  # noqa: E402
 from skippy_stage.settings import StageSettings, from_parameters  # noqa: E402
 from skippy_stage.worker import StageWorker  # noqa: E402
@@ -43,7 +47,22 @@ class TritonPythonModel:
 
     def _load(self, settings: StageSettings) -> StageRuntime[Caller]:
         self._engine = create_engine(settings)
-        return StageRuntime(self._engine, settings.name, settings.index, threads=settings.threads)
+        payload = "off" if prefix_cache_killed(os.environ) else settings.prefix_payload
+        prefixes = make_prefix_store(
+            self._engine,
+            payload,
+            max_entries=settings.prefix_max_entries,
+            max_bytes=settings.prefix_max_bytes,
+        )
+        return StageRuntime(
+            self._engine,
+            settings.name,
+            settings.index,
+            threads=settings.threads,
+            prefixes=prefixes,
+            activations=ActivationCache(settings.activation_bytes),
+            identity=stage_identity(settings, self._engine.info),
+        )
 
     def execute(self, requests: list[Any]) -> None:
         """Acknowledge and queue frames, answer status requests; never raises."""

@@ -1,16 +1,14 @@
-"""The runtime of a stage: sessions, alignment, frames in order, a status for every step.
+"""The runtime of a stage: frames in order, what must not wait, and how the stage is.
 
 Two threads meet here. The one that receives calls ``accept``: it checks a frame, applies what must not
 wait (a new incarnation, ended sessions, live epochs) and queues it. The one worker calls ``execute``: it
-owns the engine and runs queued frames in number order. Neither Triton nor torch is known here.
+owns the engine and runs queued frames in number order (execution.py says how). Neither Triton nor torch
+is known here.
 
 Invariants:
 
 * Frames are executed in the order of their numbers (frame_queue).
-* A session's rows are cached for exactly the positions of ``tokens``; ``pos_start`` cuts what is beyond.
-* A step fails alone. ``forward`` names the past explicitly, so a batch that fails is run again sequence by
-  sequence and only the culprit's step fails.
-* A new incarnation leaves nothing of an old one.
+* A new incarnation leaves no session of an old one; recorded prefixes stay.
 """
 
 from __future__ import annotations
@@ -22,57 +20,22 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 import psutil
 
 from skippy_stage import protocol
-from skippy_stage.engines.base import Batch, Hidden, SequenceRows, StageEngine
-from skippy_stage.errors import ErrorCode, ProtocolError, SkippyError
+from skippy_stage.engines.base import Hidden, StageEngine
+from skippy_stage.errors import ProtocolError
+from skippy_stage.execution import FrameExecutor
 from skippy_stage.frame_queue import FrameQueue, QueuedFrame, Tokens, Urgent
-from skippy_stage.protocol import (
-    FrameHeader,
-    FrameResult,
-    OpenStep,
-    RowStep,
-    SamplingParams,
-    StageStatus,
-    StepFailed,
-    StepOk,
-    StepSkipped,
-    StepStatus,
-    TrimStep,
-)
-from skippy_stage.sampling import sample_rows
+from skippy_stage.prefix.activations import ActivationCache
+from skippy_stage.prefix.store import NoPrefixes, PrefixStore
+from skippy_stage.protocol import FrameHeader, FrameResult, PrefixStatus, StageStatus
+from skippy_stage.sessions import SessionTable
 
 R = TypeVar("R", bound=Hashable)
-S = TypeVar("S", bound=np.generic)
 Clock = Callable[[], float]
-
-_SKIPPED = StepSkipped()
-_OK = StepOk()
-
-
-@dataclass(slots=True)
-class StageSession:
-    """What a stage keeps of a session beside its KV: the token of every cached position."""
-
-    max_tokens: int
-    sampling: SamplingParams
-    tokens: list[int] = field(default_factory=list)
-    failed_epoch: int = -1
-    """Highest epoch that had a failure: its later steps are skipped."""
-
-
-@dataclass(slots=True)
-class _Work:
-    """A row step that will run: where its rows are in the frame and in the batch."""
-
-    index: int
-    step: RowStep
-    rows: SequenceRows
-    start: int
-    tokens_start: int
 
 
 @dataclass(slots=True)
@@ -85,13 +48,23 @@ class StageCounters:
     rows: int = 0
     busy_us: int = 0
     last_error: str = ""
+    prefix: PrefixStatus = field(default_factory=PrefixStatus)
 
 
 class StageRuntime(Generic[R]):
     """Runs the frames of one stage on one engine. ``R`` is whatever answers a frame (a response sender)."""
 
     def __init__(
-        self, engine: StageEngine, name: str, index: int = 0, threads: int = 0, clock: Clock = time.monotonic
+        self,
+        engine: StageEngine,
+        name: str,
+        index: int = 0,
+        threads: int = 0,
+        clock: Clock = time.monotonic,
+        *,
+        prefixes: PrefixStore | None = None,
+        activations: ActivationCache | None = None,
+        identity: str = "",
     ):
         self._engine = engine
         self._name = name
@@ -101,8 +74,12 @@ class StageRuntime(Generic[R]):
         self._clock = clock
         self._process = psutil.Process()
         self._queue: FrameQueue[R] = FrameQueue()
-        self._sessions: dict[int, StageSession] = {}
-        self._counters = StageCounters()
+        self._prefixes = prefixes or NoPrefixes()
+        self._activations = activations or ActivationCache(0)
+        self._identity = identity
+        self._sessions = SessionTable(engine, self._prefixes)
+        self._executor: FrameExecutor[R] = FrameExecutor(engine, self._sessions, self._activations)
+        self._counters = StageCounters(prefix=self._prefix_status())
         self._working = threading.Lock()
 
     # The receiving thread.
@@ -157,155 +134,49 @@ class StageRuntime(Generic[R]):
         """
         started = self._clock()
         header = frame.header
-        statuses: list[StepStatus] = [_SKIPPED] * len(header.steps)
+        threads = self._threads or max(1, self._cores // max(1, header.busy_stages))
         with self._working:
-            urgent = self._apply_urgent()
-            work = self._prepare(frame, statuses, urgent)
-            hidden = self._run(frame, work, statuses)
-            self._counters.kv_blocks_used = self._engine.usage().blocks_used
-            self._counters.sessions = len(self._sessions)
+            done = self._executor.run(frame, self._apply_urgent(), threads)
+            self._count(done.problem)
         self._queue.done(header)
-        rows = sum(item.rows.rows for item in work)
         compute_us = round((self._clock() - started) * 1e6)
         self._counters.frames += 1
-        self._counters.rows += rows
+        self._counters.rows += done.rows
         self._counters.busy_us += compute_us
-        return (
-            FrameResult(
-                incarnation=header.incarnation,
-                frame=header.frame,
-                statuses=tuple(statuses),
-                queue_us=round((started - frame.accepted_at) * 1e6),
-                compute_us=compute_us,
-                rows=rows,
-            ),
-            hidden,
+        result = FrameResult(
+            incarnation=header.incarnation,
+            frame=header.frame,
+            statuses=done.statuses,
+            queue_us=round((started - frame.accepted_at) * 1e6),
+            compute_us=compute_us,
+            rows=done.rows,
         )
+        return result, done.hidden
 
     def _apply_urgent(self) -> Urgent:
         """Free what ended and forget an old incarnation, before any queued work."""
         urgent = self._queue.take_urgent()
-        for session in list(self._sessions) if urgent.reset else urgent.closing & self._sessions.keys():
-            self._engine.close(session)
-            del self._sessions[session]
+        if urgent.reset:
+            self._sessions.close_all()
+        self._sessions.close(urgent.closing)
         return urgent
 
-    def _prepare(self, frame: QueuedFrame[R], statuses: list[StepStatus], urgent: Urgent) -> list[_Work]:
-        work: list[_Work] = []
-        if frame.header.incarnation != urgent.incarnation:
-            return work
-        row = token = 0
-        last = self._engine.info.is_last
-        for index, step in enumerate(frame.header.steps):
-            start, row = row, row + protocol.rows_of(step)
-            tokens_start, token = token, token + protocol.tokens_of(step)
-            if step.session in urgent.ended:
-                continue
-            if isinstance(step, OpenStep):
-                statuses[index] = self._open(step)
-                continue
-            session = self._sessions.get(step.session)
-            if session is None:
-                statuses[index] = StepFailed(
-                    code=ErrorCode.INTERNAL, message=f"unknown session {step.session}"
-                )
-                continue
-            if step.epoch < urgent.live_epochs.get(step.session, 0) or step.epoch <= session.failed_epoch:
-                continue
-            problem = self._align(session, step)
-            if problem:
-                statuses[index] = self._failed(session, step, problem)
-            elif isinstance(step, TrimStep):
-                statuses[index] = _OK
-            else:
-                end = tokens_start + (row - start)
-                session.tokens.extend(frame.tokens[tokens_start:end].tolist())
-                wanted = protocol.predictions_of(step) if last else 0
-                rows = SequenceRows(step.session, step.pos_start, row - start, wanted)
-                work.append(_Work(index, step, rows, start, tokens_start))
-        return work
+    def _count(self, problem: str) -> None:
+        """Note for status reports how things are after a frame."""
+        self._counters.kv_blocks_used = self._engine.usage().blocks_used
+        self._counters.sessions = len(self._sessions)
+        self._counters.prefix = self._prefix_status()
+        if problem:
+            self._counters.last_error = problem
 
-    def _open(self, step: OpenStep) -> StepStatus:
-        if step.session in self._sessions:
-            return StepFailed(code=ErrorCode.INTERNAL, message=f"session {step.session} is open already")
-        try:
-            self._engine.open(step.session, step.max_tokens)
-        except Exception as error:
-            return self._fault(error)
-        self._sessions[step.session] = StageSession(step.max_tokens, step.sampling)
-        return _OK
-
-    def _align(self, session: StageSession, step: RowStep | TrimStep) -> str:
-        """Cut the session to the authoritative position; says what is wrong if that can't be."""
-        position = step.length if isinstance(step, TrimStep) else step.pos_start
-        have = len(session.tokens)
-        if position > have:
-            return f"session is behind: has {have} positions, the step starts at {position}"
-        if position + protocol.rows_of(step) > session.max_tokens:
-            end = position + protocol.rows_of(step)
-            return f"step ends at {end}, the session has room for {session.max_tokens}"
-        del session.tokens[position:]
-        return ""
-
-    def _failed(self, session: StageSession, step: RowStep | TrimStep, message: str) -> StepFailed:
-        session.failed_epoch = max(session.failed_epoch, step.epoch)
-        self._counters.last_error = message
-        return StepFailed(code=ErrorCode.INTERNAL, message=message)
-
-    def _fault(self, error: Exception) -> StepFailed:
-        message = error.message if isinstance(error, SkippyError) else f"{type(error).__name__}: {error}"
-        self._counters.last_error = message
-        return StepFailed(code=ErrorCode.INTERNAL, message=message)
-
-    def _run(self, frame: QueuedFrame[R], work: list[_Work], statuses: list[StepStatus]) -> Hidden | None:
-        if not work:
-            return None
-        busy = frame.header.busy_stages
-        threads = self._threads or max(1, self._cores // max(1, busy))
-        try:
-            return self._forward(frame, work, statuses, threads)
-        except Exception as error:
-            if len(work) == 1:
-                self._fail_work(work[0], statuses, error)
-                return None
-        kept: list[Hidden] = []
-        for item in work:
-            try:
-                hidden = self._forward(frame, [item], statuses, threads)
-            except Exception as error:
-                self._fail_work(item, statuses, error)
-                continue
-            if hidden is not None:
-                kept.append(hidden)
-        return np.concatenate(kept) if kept else None
-
-    def _fail_work(self, item: _Work, statuses: list[StepStatus], error: Exception) -> None:
-        session = self._sessions[item.step.session]
-        session.failed_epoch = max(session.failed_epoch, item.step.epoch)
-        del session.tokens[item.rows.past :]
-        statuses[item.index] = self._fault(error)
-
-    def _forward(
-        self, frame: QueuedFrame[R], work: list[_Work], statuses: list[StepStatus], threads: int
-    ) -> Hidden | None:
-        tokens = _gather([frame.tokens[w.tokens_start : w.tokens_start + w.rows.rows] for w in work])
-        hidden = None
-        if frame.hidden is not None:
-            hidden = _gather([frame.hidden[w.start : w.start + w.rows.rows] for w in work], frame.hidden)
-        batch = Batch([w.rows for w in work], tokens, hidden)
-        output = self._engine.forward(batch, threads=threads)
-        row = 0
-        for item in work:
-            predicted: tuple[int, ...] = ()
-            if item.rows.logits:
-                if output.logits is None:
-                    raise RuntimeError("the engine gave no logits")
-                first = item.rows.past + item.rows.rows - item.rows.logits + 1
-                sampling = self._sessions[item.step.session].sampling
-                predicted = sample_rows(output.logits[row : row + item.rows.logits], sampling, first)
-                row += item.rows.logits
-            statuses[item.index] = StepOk(tokens=predicted) if predicted else _OK
-        return output.hidden
+    def _prefix_status(self) -> PrefixStatus:
+        activations = self._activations.status()
+        return msgspec.structs.replace(
+            self._prefixes.status(),
+            activation_bytes=activations.bytes,
+            activation_hits=activations.hits,
+            activation_misses=activations.misses,
+        )
 
     # Any thread.
 
@@ -327,6 +198,8 @@ class StageRuntime(Generic[R]):
             kv_block_tokens=info.kv_block_tokens,
             kv_blocks=info.kv_blocks,
             kv_blocks_used=self._counters.kv_blocks_used,
+            prefix=self._counters.prefix,
+            identity=self._identity,
             sessions=self._counters.sessions,
             pending=len(self._queue) + self._working.locked(),
             incarnation=self._queue.incarnation,
@@ -353,23 +226,6 @@ class StageRuntime(Generic[R]):
         return ""
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when sessions, engine and queue disagree. Call it while the stage is idle."""
-        self._engine.check_integrity()
-        cached = self._engine.usage().cached
-        assert cached.keys() == self._sessions.keys(), (
-            f"engine has {cached.keys()}, runtime {self._sessions.keys()}"
-        )
-        for name, session in self._sessions.items():
-            assert cached[name] >= len(session.tokens), (
-                f"session {name}: {cached[name]} cached, {len(session.tokens)} known"
-            )
-            assert len(session.tokens) <= session.max_tokens, f"session {name} has grown past its room"
-        counters = self._counters
-        assert counters.sessions == len(self._sessions), f"{counters.sessions} sessions counted"
-
-
-def _gather(parts: list[npt.NDArray[S]], whole: npt.NDArray[S] | None = None) -> npt.NDArray[S]:
-    """Put slices side by side; without a copy when they are the whole array or one slice."""
-    if whole is not None and sum(map(len, parts)) == len(whole):
-        return whole
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        """Raise AssertionError when sessions, engine and prefixes disagree. Call it while the stage is idle."""
+        self._sessions.check_integrity()
+        assert self._counters.sessions == len(self._sessions), f"{self._counters.sessions} sessions counted"

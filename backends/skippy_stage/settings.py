@@ -16,6 +16,8 @@ from skippy_stage.errors import SkippyError
 
 WeightFormat = Literal["f16", "f32", "int8"]
 LinkDtype = Literal["auto", "f32", "f16", "bf16"]
+PrefixPayload = Literal["auto", "resident-kv", "kv-recurrent", "full-state"]
+StagePrefixPayload = Literal["off", "auto", "resident-kv", "kv-recurrent", "full-state"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -69,6 +71,21 @@ class StageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         int, Meta(ge=16, description="KV budget in tokens, shared by all sessions of the stage.")
     ] = 32768
     kv_block_tokens: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 16
+    prefix_payload: Annotated[
+        StagePrefixPayload,
+        Meta(
+            description="What the prefix store keeps of a session: `off` is no store, `auto` fits the model."
+        ),
+    ] = "auto"
+    prefix_max_entries: Annotated[
+        int, Meta(ge=1, description="Exact states that the prefix store keeps.")
+    ] = 64
+    prefix_max_bytes: Annotated[
+        int, Meta(ge=0, description="Bytes of all exact states in the prefix store; 0 is no limit.")
+    ] = 0
+    activation_bytes: Annotated[
+        int, Meta(ge=0, description="Bytes of hidden rows kept of first prefill chunks; 0 keeps none.")
+    ] = 64 << 20
 
 
 def to_parameters(settings: msgspec.Struct) -> dict[str, str]:

@@ -11,11 +11,17 @@ from hypothesis import strategies as st
 from skippy_stage import protocol
 from skippy_stage.errors import ErrorCode, ProtocolError
 from skippy_stage.protocol import (
+    PROTOCOL_VERSION,
     DecodeStep,
     FrameHeader,
     FrameResult,
     OpenStep,
     PrefillStep,
+    PrefixStatus,
+    ProbeStep,
+    RecordStep,
+    Restorable,
+    RestoreStep,
     SamplingParams,
     StageStatus,
     StatusRequest,
@@ -23,6 +29,7 @@ from skippy_stage.protocol import (
     StepFailed,
     StepOk,
     StepSkipped,
+    StopStep,
     TrimStep,
     VerifyStep,
 )
@@ -38,7 +45,18 @@ samplings = st.builds(
     seed=st.integers(0, 2**64 - 1),
 )
 steps = st.one_of(
-    st.builds(OpenStep, session=ids, max_tokens=st.integers(1, 2**31), sampling=samplings),
+    st.builds(
+        OpenStep,
+        session=ids,
+        max_tokens=st.integers(1, 2**31),
+        sampling=samplings,
+        namespace=st.text(max_size=9),
+    ),
+    *(
+        st.builds(kind, session=ids, epoch=small, length=st.integers(1, protocol.MAX_FRAME_ROWS))
+        for kind in (ProbeStep, RestoreStep, RecordStep)
+    ),
+    st.builds(StopStep, session=ids),
     st.builds(
         PrefillStep,
         session=ids,
@@ -75,8 +93,13 @@ frames = st.builds(
     live_epochs=st.lists(st.tuples(ids, small), max_size=3).map(tuple),
     busy_stages=st.integers(1, 64),
 )
+lengths = st.lists(st.integers(1, 40), max_size=5).map(lambda drawn: tuple(sorted(set(drawn))))
+restorables = st.one_of(
+    st.builds(Restorable, st.integers(0, 40)),
+    lengths.map(lambda drawn: Restorable(drawn[-1] if drawn else 0, drawn)),
+)
 statuses = st.one_of(
-    st.builds(StepOk, tokens=st.lists(small, max_size=5).map(tuple)),
+    st.builds(StepOk, tokens=st.lists(small, max_size=5).map(tuple), restorable=st.none() | restorables),
     st.just(StepSkipped()),
     st.builds(StepFailed, code=st.sampled_from(ErrorCode), message=st.text(max_size=20)),
 )
@@ -99,9 +122,23 @@ def test_results_round_trip(message: FrameResult) -> None:
     assert protocol.decode_reply(protocol.encode(message)) == message
 
 
+def _all_lengths(restorable: Restorable) -> set[int]:
+    return {n for n in range(1, 41) if restorable.best(n) == n}
+
+
+@given(restorables, restorables, st.integers(-1, 45))
+def test_what_two_stages_have_in_common(one: Restorable, other: Restorable, most: int) -> None:
+    both = one.common(other)
+    assert _all_lengths(both) == _all_lengths(one) & _all_lengths(other)
+    assert both.longest == max(_all_lengths(both), default=0)
+    assert both.best(most) == max((n for n in _all_lengths(both) if n <= most), default=0)
+    assert other.common(one) == both
+
+
 def test_status_round_trips() -> None:
     status = StageStatus(
         name="s",
+        prefix=PrefixStatus(payload="resident-kv", hits=3),
         index=1,
         engine="e",
         architecture="llama",
@@ -119,7 +156,7 @@ def test_status_round_trips() -> None:
 
 
 def test_another_version_is_refused_by_number() -> None:
-    with pytest.raises(ProtocolError, match="protocol version 99, this stage speaks 1"):
+    with pytest.raises(ProtocolError, match=f"protocol version 99, this stage speaks {PROTOCOL_VERSION}"):
         protocol.decode_request(protocol.encode(FrameHeader(version=99, incarnation=1, frame=1)))
 
 
@@ -146,6 +183,9 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
         (VerifyStep(session=1, epoch=0, pos_start=0, rows=0, window=1), "step with 0 rows"),
         (OpenStep(session=1, max_tokens=0), "room for 0"),
         (TrimStep(session=1, epoch=0, length=-1), "trim to -1"),
+        (ProbeStep(session=1, epoch=0, length=0), "probe of 0 tokens"),
+        (RestoreStep(session=1, epoch=0, length=-1), "restore of -1 tokens"),
+        (RecordStep(session=1, epoch=0, length=protocol.MAX_FRAME_ROWS + 1), "record of 1048577 tokens"),
     ],
 )
 def test_negative_counts_and_limits_are_refused(step: Step, message: str) -> None:

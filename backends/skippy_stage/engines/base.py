@@ -11,18 +11,20 @@ Invariants, checked by one conformance suite for all engines:
 * The rows of a sequence do not depend on which other sequences share the batch, nor on how its
   prompt was cut into chunks, but for rounding of the kernels.
 * ``close`` returns everything the sequence held; closing an unknown sequence is a no-op.
+* A sequence that starts with a restored prefix goes on as one that computed it.
 * A failed ``forward`` leaves every sequence's cached length at its ``past`` or unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from skippy_stage.errors import SkippyError
 from skippy_stage.settings import StageSettings
 
 Hidden = npt.NDArray[np.generic]
@@ -105,8 +107,109 @@ class KvUsage:
 
     blocks_total: int
     blocks_used: int
+    """Blocks that open sequences hold; a shared one counts once."""
     cached: dict[int, int] = field(default_factory=dict)
     """Cached positions by open sequence."""
+    blocks_prefix: int = 0
+    """Blocks that the prefix store alone holds, beside ``blocks_used``."""
+
+
+class StateMismatch(SkippyError):
+    """A state that is not what it is said to be: loading it again would fail again."""
+
+
+class PrefixBlocks(Protocol):
+    """KV blocks that sequences and a prefix store share without copying.
+
+    A block of ``block_tokens`` positions may be held by any number of sequences, and once by the prefix
+    store. As long as the store holds it the positions in it do not change: a sequence that writes into it
+    gets a copy first. When a sequence needs blocks and too few are free, the engine asks the store to give
+    some up (``set_reclaim``).
+    """
+
+    @property
+    def block_tokens(self) -> int:
+        """Positions per block."""
+        ...
+
+    @property
+    def blocks_free(self) -> int:
+        """Blocks that nobody holds."""
+        ...
+
+    @property
+    def blocks_held(self) -> int:
+        """Blocks that the prefix store holds."""
+        ...
+
+    @property
+    def blocks_exclusive(self) -> int:
+        """Blocks that only the prefix store holds."""
+        ...
+
+    def cached(self, sequence: int) -> int:
+        """Positions cached for an open sequence; raises SkippyError for another."""
+        ...
+
+    def blocks(self, sequence: int) -> Sequence[int]:
+        """The blocks of an open sequence, in order of its positions; raises SkippyError for another."""
+        ...
+
+    def hold(self, sequence: int, first: int, count: int) -> list[int]:
+        """Make the prefix store a holder of ``count`` blocks of a sequence, in order of its positions.
+
+        ``first`` is the index of the first one in the sequence. Raises SkippyError, with nothing changed,
+        for a sequence that is not open or has no such blocks, and for a block that the store holds already.
+        """
+        ...
+
+    def adopt(self, sequence: int, blocks: Sequence[int], length: int) -> None:
+        """Let an open sequence without positions start with ``length`` of them, which lie in ``blocks``.
+
+        The store holds these blocks and goes on holding them; they are as many as ``length`` positions take.
+        Raises SkippyError, with nothing changed, when the sequence is not open, not empty or too small.
+        """
+        ...
+
+    def drop(self, block: int) -> bool:
+        """End the store's hold on a block; True when the block is free now."""
+        ...
+
+    def holds(self, block: int) -> bool:
+        """The prefix store holds the block."""
+        ...
+
+    def exclusive(self, block: int) -> bool:
+        """The prefix store holds the block, and no sequence does."""
+        ...
+
+    def set_reclaim(self, reclaim: Callable[[int], None]) -> None:
+        """Name what is called when blocks run short, with the number wanted.
+
+        It drops blocks, or none when it can drop nothing more. As long as it drops some it is called again
+        with what is then missing.
+        """
+        ...
+
+
+class ExactState(Protocol):
+    """All that a sequence holds as bytes, for engines whose state cannot be cut or shared."""
+
+    def cached(self, sequence: int) -> int:
+        """Positions cached for an open sequence; raises SkippyError for another."""
+        ...
+
+    def export(self, sequence: int) -> bytes:
+        """The state after all cached positions of an open sequence; raises SkippyError if there are none."""
+        ...
+
+    def load(self, sequence: int, state: bytes, length: int) -> None:
+        """Let an open sequence without positions go on after the ``length`` positions of a state.
+
+        Raises StateMismatch for a state of another length or engine, and SkippyError when the sequence is not
+        open, not empty or too small, or there is no room; the sequence then stays empty.
+        """
+        ...
 
 
 class StageEngine(Protocol):
@@ -138,6 +241,16 @@ class StageEngine(Protocol):
         Raises SkippyError for a past beyond the cache, an unknown sequence, or an overflow on a
         16-bit link; the message names the sequence.
         """
+        ...
+
+    @property
+    def prefix_blocks(self) -> PrefixBlocks | None:
+        """Its blocks, if a prefix store may share them; None where the state cannot be cut."""
+        ...
+
+    @property
+    def exact_state(self) -> ExactState | None:
+        """Its sequences' state as bytes; None where that is not offered."""
         ...
 
     def usage(self) -> KvUsage:

@@ -1,8 +1,12 @@
-"""Open sequences of an engine: their block tables, and those tables as one array for kernels."""
+"""Open sequences of an engine: their block tables, and those tables as one array for kernels.
+
+When a batch needs more blocks than are free, the prefix store gives up blocks, just as many as are missing.
+Only when it has none to give does the batch fail.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,13 +51,14 @@ class BatchRows:
 
 
 class SequenceStore:
-    """Sequences by id, all within one block pool. Errors name the sequence."""
+    """Sequences by id, all within one block pool; the PrefixBlocks of an engine. Errors name the sequence."""
 
     def __init__(self, kv_tokens: int, block_tokens: int) -> None:
         self.pool = BlockPool(max(1, kv_tokens // block_tokens), block_tokens)
         self._open: dict[int, _Open] = {}
         self._free_slots: list[int] = []
         self._tables: npt.NDArray[np.int32] = np.zeros((8, 64), np.int32)
+        self._reclaim: Callable[[int], None] | None = None
 
     def open(self, sequence: int, max_tokens: int) -> None:
         """Open a sequence of at most ``max_tokens`` positions; takes no blocks yet."""
@@ -88,20 +93,15 @@ class SequenceStore:
     def extend(self, sequences: Sequence[SequenceRows]) -> BatchRows:
         """Cut every sequence back to its ``past`` and give it room for its rows.
 
-        Raises SkippyError before anything changes, unless blocks run out: then all are at ``past``.
+        Raises SkippyError before anything changes, unless blocks run out: then all are at ``past``, and the
+        prefix store has given up what it could.
         """
         states = [self._check(item) for item in sequences]
         if len({item.sequence for item in sequences}) != len(sequences):
             raise SkippyError("a sequence is in the batch twice")
         for item, state in zip(sequences, states, strict=True):
             state.table.cut(item.past)
-        needed = 0
-        for item, state in zip(sequences, states, strict=True):
-            needed += state.table.blocks_to_append(item.rows)
-            if needed > self.pool.free:
-                raise SkippyError(
-                    f"sequence {item.sequence}: no KV block is free ({self.pool.total} in use or promised)"
-                )
+        self._make_room(sequences, states)
         size = self.pool.block_tokens
         copies: list[BlockCopy] = []
         starts, start = [], 0
@@ -125,10 +125,75 @@ class SequenceStore:
         """The sequence's blocks in order."""
         return self._known(sequence).table.blocks
 
+    @property
+    def block_tokens(self) -> int:
+        """See PrefixBlocks; these and what follows are for the prefix store."""
+        return self.pool.block_tokens
+
+    @property
+    def blocks_free(self) -> int:
+        """See PrefixBlocks."""
+        return self.pool.free
+
+    @property
+    def blocks_held(self) -> int:
+        """See PrefixBlocks."""
+        return self.pool.recorded
+
+    @property
+    def blocks_exclusive(self) -> int:
+        """See PrefixBlocks."""
+        return self.pool.recorded_alone
+
+    def hold(self, sequence: int, first: int, count: int) -> list[int]:
+        """See PrefixBlocks."""
+        blocks = self._known(sequence).table.blocks
+        if not 0 <= first <= first + count <= len(blocks):
+            raise SkippyError(
+                f"sequence {sequence}: blocks {first} to {first + count} of {len(blocks)} cannot be recorded"
+            )
+        held = blocks[first : first + count]
+        if any(map(self.pool.is_recorded, held)):
+            raise SkippyError(f"sequence {sequence}: a block is recorded already, under another prefix")
+        for block in held:
+            self.pool.record(block)
+        return held
+
+    def adopt(self, sequence: int, blocks: Sequence[int], length: int) -> None:
+        """See PrefixBlocks."""
+        state = self._known(sequence)
+        if state.table.length:
+            raise SkippyError(
+                f"sequence {sequence} has {state.table.length} positions, it cannot be restored"
+            )
+        if length > state.max_tokens:
+            raise SkippyError(
+                f"sequence {sequence}: {length} positions restored, opened for {state.max_tokens}"
+            )
+        state.table.adopt(blocks, length)
+        self._tables[state.slot, : len(blocks)] = blocks
+
+    def drop(self, block: int) -> bool:
+        """See PrefixBlocks."""
+        return self.pool.forget(block)
+
+    def holds(self, block: int) -> bool:
+        """See PrefixBlocks."""
+        return self.pool.is_recorded(block)
+
+    def exclusive(self, block: int) -> bool:
+        """See PrefixBlocks."""
+        return self.pool.is_recorded_alone(block)
+
+    def set_reclaim(self, reclaim: Callable[[int], None]) -> None:
+        """See PrefixBlocks."""
+        self._reclaim = reclaim
+
     def usage(self) -> KvUsage:
         """Blocks used and cached lengths."""
         lengths = {sequence: state.table.length for sequence, state in self._open.items()}
-        return KvUsage(self.pool.total, self.pool.used, lengths)
+        alone = self.pool.recorded_alone
+        return KvUsage(self.pool.total, self.pool.used - alone, lengths, alone)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if tables, slots and pool disagree."""
@@ -162,6 +227,37 @@ class SequenceStore:
                 f"sequence {item.sequence}: {item.past + item.rows} positions, opened for {state.max_tokens}"
             )
         return state
+
+    def _make_room(self, items: Sequence[SequenceRows], states: Sequence[_Open]) -> None:
+        """See to it that a batch finds the blocks it will take; raises SkippyError when there are too few."""
+        while True:
+            missing, sequence = self._missing(items, states)
+            if not missing:
+                return
+            held = self.pool.recorded
+            if self._reclaim is not None:
+                self._reclaim(missing)
+            if self.pool.recorded == held:
+                raise SkippyError(
+                    f"sequence {sequence}: no KV block is free ({self.pool.total} in use or promised)"
+                )
+
+    def _missing(self, items: Sequence[SequenceRows], states: Sequence[_Open]) -> tuple[int, int]:
+        """How many blocks a batch lacks, and the first sequence that would not get what it needs."""
+        needed, first = 0, -1
+        holders: dict[int, int] = {}
+        for item, state in zip(items, states, strict=True):
+            table = state.table
+            needed += self.pool.blocks_for(table.length + item.rows) - len(table.blocks)
+            block = table.open_block()
+            if block is not None:
+                # Who appends inside a shared block leaves it for a copy; the last holder needs none.
+                left = holders.get(block, self.pool.holders(block))
+                needed += left > 1
+                holders[block] = left - 1
+            if needed > self.pool.free and first < 0:
+                first = item.sequence
+        return max(0, needed - self.pool.free), first
 
     def _grow(self, slots: int, blocks: int) -> None:
         lines, width = self._tables.shape

@@ -49,6 +49,14 @@ class LayerStack(Protocol):
         """Copy KV positions between blocks in every layer."""
         ...
 
+    def read_kv(self, blocks: Sequence[int], length: int) -> torch.Tensor:
+        """Keys and values of ``length`` positions in blocks: ``[length, 2, layers, kv_heads, head_dim]``."""
+        ...
+
+    def write_kv(self, blocks: Sequence[int], kv: torch.Tensor) -> None:
+        """Put back what ``read_kv`` gave, on the CPU or the stack's device, into blocks."""
+        ...
+
     def normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMS norm of rows."""
         ...

@@ -10,7 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from skippy_stage.engines.base import Batch, BatchOutput, EngineInfo, KvUsage, SequenceRows
+from skippy_stage.engines.base import (
+    Batch,
+    BatchOutput,
+    EngineInfo,
+    ExactState,
+    KvUsage,
+    PrefixBlocks,
+    SequenceRows,
+)
+from skippy_stage.engines.kv_state import pack_kv, unpack_kv
 from skippy_stage.engines.linear import check_f16_range, make_linear
 from skippy_stage.engines.link import Link
 from skippy_stage.engines.sequences import BatchRows, SequenceStore
@@ -44,6 +53,7 @@ class TorchEngine:
         form = settings.weights
         half = form == "f16" and device.type == "cuda"
         self._compute = torch.float16 if half else torch.float32
+        self._kv_shape = (last - first, config.n_kv_heads, config.head_dim)
         is_first, is_last = first == 0, last == config.n_layers
         with torch.inference_mode():
             layers = [load_layer(checkpoint, index, form, device) for index in range(first, last)]
@@ -118,6 +128,40 @@ class TorchEngine:
                 for item in batch.sequences:
                     self._sequences.cut(item.sequence, item.past)
                 raise
+
+    @property
+    def prefix_blocks(self) -> PrefixBlocks:
+        """See StageEngine."""
+        return self._sequences
+
+    @property
+    def exact_state(self) -> ExactState:
+        """See StageEngine."""
+        return self
+
+    def export(self, sequence: int) -> bytes:
+        """See ExactState."""
+        length = self.cached(sequence)
+        if not length:
+            raise SkippyError(f"sequence {sequence} has no positions to export")
+        with torch.inference_mode():
+            kv = self._stack.read_kv(self._sequences.blocks(sequence), length)
+            return pack_kv(kv.cpu().contiguous().numpy())
+
+    def load(self, sequence: int, state: bytes, length: int) -> None:
+        """See ExactState."""
+        if self.cached(sequence):
+            raise SkippyError(f"sequence {sequence} has positions already, no state can be loaded")
+        kv = unpack_kv(
+            state, length, self._kv_shape, np.float16 if self._compute.itemsize == 2 else np.float32
+        )
+        self._sequences.extend([SequenceRows(sequence, 0, length)])
+        try:
+            with torch.inference_mode():
+                self._stack.write_kv(self._sequences.blocks(sequence), torch.from_numpy(kv.copy()))
+        except BaseException:
+            self._sequences.cut(sequence, 0)
+            raise
 
     def usage(self) -> KvUsage:
         """See StageEngine."""
