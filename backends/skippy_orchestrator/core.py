@@ -5,47 +5,41 @@ time against scripted stages. Nothing here knows Triton, torch, threads or clock
 
 Frames leave in the order of their numbers and complete in that order. Whatever ends a session (its last
 token, a cancel, a failure) goes through ``_retire``: the one place that gives back its KV reservation,
-its place and its turn, and puts its stop into the next frame.
+its place and its turn, and puts its end into the next frame: in order behind its own steps when it has
+finished, ahead of all queued work when it was broken off.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from skippy_stage.errors import Cancelled, SkippyError
 from skippy_stage.protocol import (
-    OpenStep,
+    Control,
+    DecodeStep,
     PrefillStep,
-    RowStep,
+    ProbeStep,
+    RecordStep,
     Step,
     StepFailed,
     StepOk,
     StepStatus,
+    VerifyStep,
 )
 
 from skippy_orchestrator.admission import Admission
 from skippy_orchestrator.deployment import LimitsSection, PrefillSection, SchedulerSection
+from skippy_orchestrator.frames import Frame, StageReport
+from skippy_orchestrator.history import History
 from skippy_orchestrator.kv_budget import KvBudget
-from skippy_orchestrator.prefill import FixedChunks
+from skippy_orchestrator.prefill import PrefillPolicy
+from skippy_orchestrator.prefix.cache import PrefixCache
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.scheduler import Scheduler
-from skippy_orchestrator.sessions import Commit, Session, Text
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """Steps of many sessions that travel the pipeline together."""
-
-    number: int
-    steps: tuple[Step, ...]
-    tokens: tuple[int, ...]
-    """Token ids of the row steps, in order."""
-    ended: tuple[int, ...]
-    live_epochs: tuple[tuple[int, int], ...] = ()
-    decodes: bool = False
+from skippy_orchestrator.sessions import Commit, PrefillTerms, Session, SessionStep, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +53,6 @@ class Failure:
 Output: TypeAlias = Commit | Failure
 
 
-@dataclass(slots=True)
-class CoreCounters:
-    """Totals since the start."""
-
-    requests: int = 0
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    frames: int = 0
-
-
 class Core:
     """Sessions, admission and scheduling of one pipeline incarnation."""
 
@@ -83,21 +64,26 @@ class Core:
         scheduler: SchedulerSection,
         prefill: PrefillSection,
         limits: LimitsSection,
-        counters: CoreCounters | None = None,
+        prefixes: PrefixCache,
+        history: History,
     ) -> None:
-        self.counters = counters or CoreCounters()
+        self.counters = history.counters
+        self._stages = stages
         self._frames_per_link = scheduler.frames_per_link
         self._max_frames = stages + scheduler.frames_per_link - 1
         self._end_tokens = end_tokens
-        self._policy = FixedChunks(prefill.chunk_tokens)
-        self._credits = prefill.credits
+        self._prefill = PrefillTerms(PrefillPolicy.of(prefill), prefill.credits, history.transport)
+        self._prefixes = prefixes
+        self._budget = budget
         self._admission = Admission(budget, scheduler.max_sessions, limits.max_queue, limits.queue_timeout_s)
-        self._scheduler = Scheduler(scheduler, prefill.chunk_tokens, stages)
+        self._scheduler = Scheduler(scheduler, stages)
         self._running: dict[int, Session] = {}
+        self._closing: list[Control] = []
         self._ended: list[int] = []
         self._outputs: list[Output] = []
         self._in_flight: OrderedDict[int, Frame] = OrderedDict()
-        self._at_stage_0 = 0
+        self._left_first = 0
+        self._left_second = 0
         self._number = 0
         self._announced = False
 
@@ -113,54 +99,56 @@ class Core:
 
     @property
     def idle(self) -> bool:
-        """True when nothing runs, waits or is in flight, and no stop waits to be sent."""
-        return not (self._running or self.waiting or self._in_flight or self._ended)
+        """True when nothing runs, waits or is in flight, and no end waits to be sent."""
+        return not (self._running or self.waiting or self._in_flight or self._ended or self._closing)
 
     # Events.
 
     def submit(self, session: int, request: GenerationRequest, text: Text, now: float) -> None:
         """A request has come in; raises InvalidArgument or Unavailable when it is refused."""
-        new = Session(session, request, text, self._end_tokens, self._policy, self._credits)
+        new = Session(session, request, text, self._end_tokens, self._prefill)
         admitted = self._admission.submit(new, now)
         self.counters.requests += 1
-        self._start(admitted)
+        self._start(admitted, now)
 
-    def cancel(self, session: int) -> None:
+    def cancel(self, session: int, now: float) -> None:
         """The client wants no more; unknown sessions (just finished) are ignored."""
         if self._admission.withdraw(session):
             self._fail(session, Cancelled("cancelled by the client"))
-            self._start(self._admission.admit())
+            self._start(self._admission.admit(), now)
         elif session in self._running:
-            self._retire(self._running[session], Cancelled("cancelled by the client"))
+            self._retire(self._running[session], now, Cancelled("cancelled by the client"))
 
-    def frame_left_first_stage(self, number: int) -> None:
-        """The oldest frame at stage 0 has left it: its place and its chunks' credits return."""
-        self._at_stage_0 -= 1
-        for step in self._in_flight[number].steps:
-            session = self._running.get(step.session)
-            if session is not None and isinstance(step, RowStep):
-                session.left_first_stage(step)
+    def frame_left_stage(self, number: int, stage: int, report: StageReport, now: float) -> None:
+        """The oldest frame at a stage that is not the last has left it."""
+        self._observe(self._in_flight[number], stage, report)
+        self._note_left(number, stage, now)
 
-    def frame_done(self, number: int, statuses: Sequence[StepStatus]) -> None:
-        """The oldest frame has left the pipeline: one status per step, failures naming the stage."""
-        frame = self._in_flight.pop(number)
+    def frame_done(
+        self, number: int, statuses: Sequence[StepStatus], report: StageReport, now: float
+    ) -> None:
+        """The oldest frame has left the last stage: one status per step, failures naming the stage."""
+        frame = self._in_flight[number]
+        self._observe(frame, self._stages - 1, report)
+        self._note_left(number, self._stages - 1, now)
+        del self._in_flight[number]
         for step, status in zip(frame.steps, statuses, strict=True):
             session = self._running.get(step.session)
             if session is None:
                 continue
             if isinstance(status, StepFailed):
-                self._retire(session, SkippyError(status.message))
+                self._retire(session, now, SkippyError(status.message))
             elif not isinstance(status, StepOk):
-                self._retire(session, SkippyError("a live step was skipped by a stage"))
-            elif isinstance(step, RowStep):
-                self._complete(session, step, status.tokens)
+                self._retire(session, now, SkippyError("a live step was skipped by a stage"))
+            elif isinstance(step, ProbeStep | PrefillStep | DecodeStep | VerifyStep):
+                self._complete(session, step, status, now)
 
-    def fail_all(self, error: SkippyError, waiting_error: SkippyError | None = None) -> None:
+    def fail_all(self, error: SkippyError, now: float, waiting_error: SkippyError | None = None) -> None:
         """The pipeline is gone, or the server stops: every session ends with the error."""
         for waiting in self._admission.withdraw_all():
             self._fail(waiting, waiting_error or error)
         for session in list(self._running.values()):
-            self._retire(session, error)
+            self._retire(session, now, error)
 
     def tick(self, now: float) -> None:
         """Time has passed: requests that waited too long are refused."""
@@ -168,35 +156,37 @@ class Core:
         for session, error in expired:
             self._fail(session, error)
         if expired:
-            self._start(self._admission.admit())
+            self._start(self._admission.admit(), now)
 
     # Steps and outputs.
 
-    def next_frame(self) -> Frame | None:
+    def next_frame(self, now: float) -> Frame | None:
         """Build the next frame if stage 0 has a place and there is something to send."""
-        if self._at_stage_0 >= self._frames_per_link or len(self._in_flight) >= self._max_frames:
+        at_stage_0 = self._number - self._left_first
+        if at_stage_0 >= self._frames_per_link or len(self._in_flight) >= self._max_frames:
             return None
-        picks = self._scheduler.pick(sum(frame.decodes for frame in self._in_flight.values()))
+        picks = self._scheduler.pick(sum(frame.decodes for frame in self._in_flight.values()), now)
         # The first frame leaves at once, with nothing in it: it frees what an older incarnation left on the stages.
-        if self._announced and not picks and not self._ended:
+        if self._announced and not (picks or self._ended or self._closing):
             return None
         self._announced = True
-        steps: list[Step] = []
+        # Ends come first: what they free and record counts for everything behind them.
+        steps: list[Step] = list(self._closing)
         tokens: list[int] = []
-        decodes = False
         for session, step in picks:
-            opening, ids = session.dispatch(step)
-            if opening is not None:
-                steps.append(opening)
-            steps.append(step)
-            tokens.extend(ids)
-            decodes = decodes or not isinstance(step, PrefillStep)
+            dispatched = session.dispatch(step, now)
+            steps += (*dispatched.before, step, *dispatched.after)
+            tokens += dispatched.tokens
             self._scheduler.dispatched(session)
+            self._note_records(session, dispatched.after)
+            if self._stages == 1 and isinstance(step, PrefillStep):
+                session.credit_returned(now)
         self._number += 1
+        decodes = any(isinstance(step, DecodeStep | VerifyStep) for _, step in picks)
         frame = Frame(self._number, tuple(steps), tuple(tokens), tuple(self._ended), decodes=decodes)
         self._ended.clear()
+        self._closing.clear()
         self._in_flight[frame.number] = frame
-        self._at_stage_0 += 1
         self.counters.frames += 1
         return frame
 
@@ -205,23 +195,59 @@ class Core:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    # What stages report.
+
+    def _prefill_steps(self, frame: Frame) -> Iterator[tuple[Session, PrefillStep]]:
+        for step in frame.steps:
+            session = self._running.get(step.session)
+            if session is not None and isinstance(step, PrefillStep):
+                yield session, step
+
+    def _observe(self, frame: Frame, stage: int, report: StageReport) -> None:
+        for session, step in self._prefill_steps(frame):
+            session.left_stage(step, stage, report)
+
+    def _note_left(self, number: int, stage: int, now: float) -> None:
+        """Return the credits of the frame that the second stage can start on now, if there is one.
+
+        It starts on a frame that has left the first stage once it has answered the one before.
+        """
+        if stage == 0:
+            self._left_first = number
+            starts = number if self._left_second >= number - 1 else 0
+        elif stage == 1:
+            self._left_second = number
+            starts = number + 1 if self._left_first > number else 0
+        else:
+            return
+        if self._stages > 1 and starts:
+            for session, _ in self._prefill_steps(self._in_flight[starts]):
+                session.credit_returned(now)
+
     # The two ends of a session.
 
-    def _start(self, admitted: Sequence[Session]) -> None:
+    def _start(self, admitted: Sequence[Session], now: float) -> None:
         for session in admitted:
+            terms = self._prefixes.terms(session.request)
+            self.counters.prefix_queries += terms.probes
+            session.begin(terms, now)
             self._running[session.id] = session
             self._scheduler.add(session)
 
-    def _retire(self, session: Session, error: SkippyError | None = None) -> None:
+    def _retire(self, session: Session, now: float, error: SkippyError | None = None) -> None:
         session.end()
         del self._running[session.id]
         self._scheduler.remove(session)
         self._admission.release(session)
-        if session.on_stages:
+        if session.on_stages and error is None:
+            closing = session.closing()
+            self._note_records(session, closing)
+            self._closing += closing
+        elif session.on_stages:
             self._ended.append(session.id)
         if error is not None:
             self._fail(session.id, error)
-        self._start(self._admission.admit())
+        self._start(self._admission.admit(), now)
 
     def _fail(self, session: int, error: SkippyError) -> None:
         if isinstance(error, Cancelled):
@@ -230,17 +256,39 @@ class Core:
             self.counters.failed += 1
         self._outputs.append(Failure(session, error))
 
-    def _complete(self, session: Session, step: RowStep, tokens: Sequence[int]) -> None:
-        commit = session.complete(step, tokens)
+    def _complete(self, session: Session, step: SessionStep, status: StepOk, now: float) -> None:
+        known = len(session.predicted)
+        commit = session.complete(step, status, now)
+        if isinstance(step, ProbeStep):
+            self._restored(session, now)
+        if isinstance(step, PrefillStep) and step.sample and session.prefill is not None:
+            self.counters.count_prefill(session.prefill.finish(self._prefill.transport))
         if commit is not None:
+            key = session.prefix.output_key
+            if key is not None and len(session.predicted) > known:
+                self._prefixes.learned(key, session.predicted, known)
             self._outputs.append(commit)
             self.counters.output_tokens += len(commit.tokens)
-            if commit.finish_reason:
+            if commit.cache is not None:
                 self.counters.finished += 1
                 self.counters.prompt_tokens += session.n_prompt
-                self._retire(session)
+                self.counters.count_cache(commit.cache, len(session.prefix.plan.tokens))
+                self._retire(session, now)
                 return
         self._scheduler.update(session)
+
+    def _restored(self, session: Session, now: float) -> None:
+        """It is known what a session restores: positions that others hold too are accounted once."""
+        length = session.prefix.plan.length
+        self.counters.prefix_hits += length > 0
+        if length and self._prefixes.shares_blocks:
+            tokens = session.prefix.probe_tokens
+            self._budget.share(session.id, session.prefix.namespace, tokens, length)
+            self._start(self._admission.admit(), now)
+
+    def _note_records(self, session: Session, controls: Sequence[Control]) -> None:
+        if any(isinstance(control, RecordStep) for control in controls):
+            self._prefixes.recorded(session.prefix.namespace, session.context)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when sessions, places, reservations and frames disagree."""
@@ -248,9 +296,11 @@ class Core:
         self._scheduler.check_integrity(self._running)
         for session in self._running.values():
             session.check_integrity()
-        assert 0 <= self._at_stage_0 <= len(self._in_flight), "more frames at stage 0 than in flight"
+        at_stage_0 = self._number - self._left_first
+        assert 0 <= at_stage_0 <= len(self._in_flight), "more frames at stage 0 than in flight"
+        waited_for = ProbeStep | PrefillStep | DecodeStep | VerifyStep
         in_frames = [
-            s.session for f in self._in_flight.values() for s in f.steps if not isinstance(s, OpenStep)
+            s.session for f in self._in_flight.values() for s in f.steps if isinstance(s, waited_for)
         ]
         for name, session in self._running.items():
             assert in_frames.count(name) == session.steps_in_flight, f"session {name} has lost a step"

@@ -10,11 +10,15 @@ import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-from skippy_stage.settings import LinkDtype, SettingsError, WeightFormat
+from skippy_stage.settings import LinkDtype, PrefixPayload, SettingsError, WeightFormat
+
+from skippy_orchestrator.prefill import PrefillPolicy
+
+PrefixMode = Literal["disabled", "record", "lookup-record"]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -128,12 +132,56 @@ class SchedulerSection(Section, frozen=True):
             "but not in groups smaller than this.",
         ),
     ] = 4
+    prefill_rows_while_decoding: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Most prefill rows of a frame while any session decodes, so that the time between two "
+            "tokens of a running stream stays bounded; 0 is no bound.",
+        ),
+    ] = 64
 
 
 class PrefillSection(Section, frozen=True):
     """How prompts are cut into chunks."""
 
-    chunk_tokens: Annotated[int, Meta(ge=1, le=2048, description="Tokens of one prefill chunk.")] = 128
+    policy: Annotated[
+        str,
+        Meta(
+            description="`fixed`: all chunks have chunk_tokens; `schedule`: as listed in schedule; `adaptive` or "
+            "`adaptive-ramp`: larger while the way to the next stage is hidden behind compute, else smaller."
+        ),
+    ] = "adaptive-ramp"
+    chunk_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2048,
+            description="Tokens of a chunk with a fixed size; an adaptive policy takes a prompt up to this size "
+            "in one chunk.",
+        ),
+    ] = 256
+    schedule: Annotated[
+        str,
+        Meta(
+            description="Tokens of the first chunk, the second and so on, separated by commas; the last size is "
+            "that of all further chunks. Empty is no schedule."
+        ),
+    ] = ""
+    adaptive_start: Annotated[
+        int, Meta(ge=1, le=2048, description="Tokens of the first adaptive chunk, and of the smallest one.")
+    ] = 128
+    adaptive_step: Annotated[
+        int, Meta(ge=1, le=2048, description="Tokens by which an adaptive chunk grows or shrinks.")
+    ] = 128
+    adaptive_max: Annotated[
+        int,
+        Meta(ge=1, le=2048, description="Tokens of the largest adaptive chunk; at least adaptive_start."),
+    ] = 384
+    adaptive_target_ms: Annotated[
+        float,
+        Meta(gt=0, description="Milliseconds that an adaptive chunk may take on the slowest stage."),
+    ] = 100.0
     credits: Annotated[
         int,
         Meta(
@@ -142,7 +190,80 @@ class PrefillSection(Section, frozen=True):
             description="Chunks of one prompt between stage 0 and the start of the second stage; "
             "0 is lock-step: a chunk waits for the end of the one before.",
         ),
+    ] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        PrefillPolicy.of(self)
+
+
+class PrefixCacheSection(Section, frozen=True):
+    """What stages keep of finished work, so that a prompt they have seen is not computed again."""
+
+    mode: Annotated[
+        PrefixMode,
+        Meta(description="`record` keeps prefixes and never uses them, `lookup-record` does both."),
+    ] = "lookup-record"
+    payload: Annotated[
+        PrefixPayload,
+        Meta(
+            description="What is kept: `resident-kv` shares KV blocks, any common prefix matches; `kv-recurrent` and "
+            "`full-state` are states of models that can't be cut back, whole matches only; `auto` fits the model."
+        ),
+    ] = "auto"
+    min_tokens: Annotated[
+        int, Meta(ge=1, description="Tokens of the shortest prefix that is recorded or counts as a hit.")
+    ] = 64
+    stride_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Tokens between the lengths at which states are kept; min_tokens where that is less.",
+        ),
+    ] = 128
+    record_limit: Annotated[
+        int,
+        Meta(
+            ge=0, description="Lengths at which the exact state of one prompt is recorded; 0 takes them all."
+        ),
     ] = 2
+    max_entries: Annotated[
+        int,
+        Meta(
+            ge=1, description="Exact states per stage, and prompts whose output is kept (those at most 512)."
+        ),
+    ] = 64
+    max_bytes: Annotated[
+        int, Meta(ge=0, description="Bytes of all exact states of a stage; 0 is no limit.")
+    ] = 0
+    activation_bytes: Annotated[
+        int,
+        Meta(
+            ge=0, description="Bytes of hidden rows that a stage keeps of first prefill chunks; 0 keeps none."
+        ),
+    ] = 64 << 20
+    replay_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=8,
+            description="Output tokens kept of a prompt, to be served again without computing; 0 keeps none.",
+        ),
+    ] = 8
+    record_output: Annotated[
+        bool,
+        Meta(
+            description="Whether the answer is recorded behind its prompt too, for the next turn of a chat."
+        ),
+    ] = True
+    bypass_native_mtp: Annotated[
+        bool,
+        Meta(description="Whether requests that draft with the model's own MTP head restore nothing."),
+    ] = False
+    speculate_after_restore: Annotated[
+        bool,
+        Meta(description="Whether n-gram speculation goes on after the whole prompt was restored."),
+    ] = True
 
 
 class LimitsSection(Section, frozen=True):
@@ -174,6 +295,7 @@ class LimitsSection(Section, frozen=True):
     ] = 20.0
     max_stop_words: Annotated[int, Meta(ge=0, description="Stop strings of one request.")] = 16
     max_stop_bytes: Annotated[int, Meta(ge=1, description="UTF-8 bytes of one stop string.")] = 256
+    max_cache_key_bytes: Annotated[int, Meta(ge=1, description="UTF-8 bytes of prompt_cache_key.")] = 256
     max_text_bytes: Annotated[
         int,
         Meta(ge=1, description="UTF-8 bytes of text_input or messages; longer is refused before tokenizing."),
@@ -225,6 +347,7 @@ class Deployment(Section, frozen=True):
     kv: KvSection = KvSection()
     scheduler: SchedulerSection = SchedulerSection()
     prefill: PrefillSection = PrefillSection()
+    prefix_cache: PrefixCacheSection = PrefixCacheSection()
     limits: LimitsSection = LimitsSection()
     sampling: SamplingSection = SamplingSection()
     server: ServerSection = ServerSection()
@@ -238,6 +361,7 @@ class OrchestratorSettings(Section, frozen=True, kw_only=True):
     stages: Annotated[tuple[str, ...], Meta(min_length=1)]
     scheduler: SchedulerSection = SchedulerSection()
     prefill: PrefillSection = PrefillSection()
+    prefix_cache: PrefixCacheSection = PrefixCacheSection()
     limits: LimitsSection = LimitsSection()
     sampling: SamplingSection = SamplingSection()
 

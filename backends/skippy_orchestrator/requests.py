@@ -46,6 +46,12 @@ _FIELDS: Final = (
     Field("stream", "BOOL", (1,), "One response for every committed span instead of one in all."),
     Field("ignore_eos", "BOOL", (1,), "Go on after the end token, to `max_tokens`."),
     Field("stop_words", "STRING", (-1,), "Strings that end the text, which ends before them."),
+    Field(
+        "prompt_cache_key",
+        "STRING",
+        (1,),
+        "Only requests with the same key share cached prefixes; spaces around it don't count, empty is none.",
+    ),
     Field("status", "BOOL", (1,), "Ask for the state of the deployment instead of a generation."),
 )
 INPUTS: Final = {field.name: field for field in _FIELDS}
@@ -60,6 +66,13 @@ OUTPUTS: Final = {
         Field("num_input_tokens", "INT32", (1,), "Tokens of the prompt."),
         Field("num_output_tokens", "INT32", (1,), "Tokens of this response."),
         Field("seed", "UINT64", (1,), "The seed that was used."),
+        Field(
+            "cached_tokens",
+            "INT32",
+            (1,),
+            "Prompt tokens that were not computed again; on the last response.",
+        ),
+        Field("cache_stats", "STRING", (1,), "What the prefix cache did, as JSON; on the last response."),
         Field("status", "STRING", (1,), "State of the deployment as JSON, when asked for."),
     )
 }
@@ -87,6 +100,10 @@ class GenerationRequest:
     stream: bool = False
     ignore_eos: bool = False
     stop_words: tuple[str, ...] = ()
+    cache_key: str = ""
+    """Who shares cached prefixes: requests with an equal key. Trimmed; empty is those without one."""
+    seeded: bool = True
+    """Whether the client gave the seed; False when it was drawn here, and so will not come again."""
 
 
 def check_parameters(parameters: Mapping[str, object]) -> None:
@@ -115,6 +132,7 @@ def parse_request(
     max_tokens = _integer(inputs, "max_tokens", limits.default_max_tokens, 1, _MAX_INT32)
     params = _sampling(inputs, text, sampling, draw_seed)
     stop_words = _stop_words(inputs, limits)
+    cache_key = _cache_key(inputs, limits)
     stream, ignore_eos = _flag(inputs, "stream"), _flag(inputs, "ignore_eos")
     field, prompt = _prompt(inputs, text, limits)
     room = context_tokens - len(prompt)
@@ -124,7 +142,16 @@ def parse_request(
             f"{len(prompt)} tokens",
             f"at most {context_tokens - 1}: the context is {context_tokens} tokens, and one must be left to generate",
         )
-    return GenerationRequest(prompt, min(max_tokens, room), params, stream, ignore_eos, stop_words)
+    return GenerationRequest(
+        prompt=prompt,
+        max_tokens=min(max_tokens, room),
+        sampling=params,
+        stream=stream,
+        ignore_eos=ignore_eos,
+        stop_words=stop_words,
+        cache_key=cache_key,
+        seeded="seed" in inputs,
+    )
 
 
 def asks_status(inputs: Inputs, parameters: Mapping[str, object]) -> bool:
@@ -187,6 +214,13 @@ def _stop_words(inputs: Inputs, limits: LimitsSection) -> tuple[str, ...]:
     if "" in words:
         raise InvalidArgument("stop_words", "", "strings of at least one character")
     return tuple(dict.fromkeys(words))
+
+
+def _cache_key(inputs: Inputs, limits: LimitsSection) -> str:
+    if "prompt_cache_key" not in inputs:
+        return ""
+    value = _one(inputs, "prompt_cache_key")
+    return _text("prompt_cache_key", value, limits.max_cache_key_bytes).strip()
 
 
 def _values(inputs: Inputs, name: str) -> list[Any]:

@@ -116,6 +116,10 @@ class ResponderSink:
             pb_utils.Tensor("num_output_tokens", np.array([[len(span.tokens)]], dtype=np.int32)),
             pb_utils.Tensor("seed", np.array([[request.sampling.seed]], dtype=np.uint64)),
         ]
+        if span.cache is not None:
+            cached = np.array([[span.cache.cached_prompt_tokens]], dtype=np.int32)
+            tensors.append(pb_utils.Tensor("cached_tokens", cached))
+            tensors.append(text_tensor("cache_stats", span.cache.to_json()))
         self._responder.send_tensors(tensors, final=span.final and span.error is None)
 
     def is_cancelled(self) -> bool:

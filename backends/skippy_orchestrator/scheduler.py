@@ -1,8 +1,10 @@
 """The scheduler: which steps of which sessions make the next frame. Pure policy.
 
-* Decode rows come first, so running streams never wait for a prompt; beside them a frame carries prefill
-  rows of at most one chunk size, so the time between two tokens stays bounded by one chunk.
+* Decode rows come first, so running streams never wait for a prompt. While any session decodes, no frame
+  carries more than ``prefill_rows_while_decoding`` prefill rows, so the time between two tokens stays bounded
+  by what those rows take.
 * Prompts take turns chunk by chunk: a short one is not stuck behind a long one.
+* Probes have no rows and go with the next frame.
 * Decoding sessions are spread over as many groups as there are stages, each in a frame of its own, so all
   stages work at the same time. Groups smaller than ``min_group_rows`` are not worth it: a batch costs
   little more than one row, so few sessions travel together. A group that comes back while all groups'
@@ -13,18 +15,17 @@
 
 from __future__ import annotations
 
-from skippy_stage.protocol import RowStep, rows_of
+from skippy_stage.protocol import rows_of
 
 from skippy_orchestrator.deployment import SchedulerSection
-from skippy_orchestrator.sessions import Phase, Session
+from skippy_orchestrator.sessions import Phase, Session, SessionStep
 
 
 class Scheduler:
     """Running sessions by what they wait for."""
 
-    def __init__(self, settings: SchedulerSection, chunk_tokens: int, stages: int) -> None:
+    def __init__(self, settings: SchedulerSection, stages: int) -> None:
         self._settings = settings
-        self._chunk_tokens = chunk_tokens
         self._stages = stages
         self._prefilling: dict[int, Session] = {}
         self._ready: dict[int, Session] = {}
@@ -42,6 +43,7 @@ class Scheduler:
 
     def update(self, session: Session) -> None:
         """A step of a running session has completed: it may be ready for the next."""
+        self._move(session)
         if session.phase is Phase.DECODE and not session.steps_in_flight:
             self._ready[session.id] = session
 
@@ -50,41 +52,43 @@ class Scheduler:
         """Frames over which decoding sessions are spread."""
         return max(1, min(self._stages, len(self._decoding) // self._settings.min_group_rows))
 
-    def pick(self, decode_frames: int) -> list[tuple[Session, RowStep]]:
+    def pick(self, decode_frames: int, now: float) -> list[tuple[Session, SessionStep]]:
         """Choose the steps of the next frame, ``decode_frames`` with decode rows being in flight.
 
         The caller dispatches every step it is given; sessions are taken off the ready list here.
         """
         room = self._settings.max_frame_rows
-        picks = self._pick_decode(room) if decode_frames < self.groups else []
-        if picks:
-            room = min(room - len(picks), self._chunk_tokens)
+        picks = self._pick_decode(room, now) if decode_frames < self.groups else []
+        room -= len(picks)
+        bound = self._settings.prefill_rows_while_decoding
+        if bound and self._decoding:
+            room = min(room, bound)
         for session in list(self._prefilling.values()):
-            step = session.next_step(room)
+            step = session.next_step(room, now)
             if step is None:
                 continue
             picks.append((session, step))
             room -= rows_of(step)
             del self._prefilling[session.id]
             self._prefilling[session.id] = session
-            if room < 1:
-                break
         return picks
 
-    def _pick_decode(self, room: int) -> list[tuple[Session, RowStep]]:
+    def _pick_decode(self, room: int, now: float) -> list[tuple[Session, SessionStep]]:
         share = -(-len(self._decoding) // self.groups) if self._decoding else 0
-        picks: list[tuple[Session, RowStep]] = []
+        picks: list[tuple[Session, SessionStep]] = []
         for session in list(self._ready.values())[: min(room, share)]:
             del self._ready[session.id]
-            step = session.next_step(1)
+            step = session.next_step(1, now)
             if step is not None:
                 picks.append((session, step))
         return picks
 
     def dispatched(self, session: Session) -> None:
         """A picked step of the session is in a frame now; its prompt may be all on its way."""
-        if session.phase is Phase.DECODE and session.id in self._prefilling:
-            del self._prefilling[session.id]
+        self._move(session)
+
+    def _move(self, session: Session) -> None:
+        if session.phase is Phase.DECODE and self._prefilling.pop(session.id, None) is not None:
             self._decoding.add(session.id)
 
     def check_integrity(self, running: dict[int, Session]) -> None:
@@ -93,7 +97,9 @@ class Scheduler:
         assert known == running.keys(), f"scheduler knows {known ^ running.keys()} by mistake"
         assert self._ready.keys() <= self._decoding, "a session is ready to decode before its prompt is done"
         for name, session in self._prefilling.items():
-            assert session.phase is Phase.PREFILL, f"session {name} is in {session.phase} on the prefill list"
+            assert session.phase in (Phase.PROBE, Phase.PREFILL), (
+                f"session {name} is in {session.phase} on the prefill list"
+            )
         for name in self._decoding:
             idle = not running[name].steps_in_flight
             assert idle == (name in self._ready), f"session {name} is idle: {idle}, ready: {not idle}"

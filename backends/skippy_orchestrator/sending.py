@@ -16,6 +16,7 @@ from typing import Protocol
 
 from skippy_stage.errors import SkippyError
 
+from skippy_orchestrator.prefix.outcome import CacheStats
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.sessions import Commit
 
@@ -32,6 +33,8 @@ class Span:
     text: str = ""
     finish_reason: str = ""
     error: SkippyError | None = None
+    cache: CacheStats | None = None
+    """With the last span of a generation that finished."""
 
     @property
     def final(self) -> bool:
@@ -103,7 +106,7 @@ def merge(spans: list[Span]) -> Span:
 
 def span_of(commit: Commit) -> Span:
     """The span that says what was committed."""
-    return Span(commit.tokens, commit.text, commit.finish_reason)
+    return Span(commit.tokens, commit.text, commit.finish_reason, cache=commit.cache)
 
 
 class Senders:

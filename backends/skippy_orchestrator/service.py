@@ -20,20 +20,22 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from skippy_stage.errors import SkippyError, StageFault, Unavailable
-from skippy_stage.protocol import StageStatus
+from skippy_stage.protocol import Message, StageStatus
 
-from skippy_orchestrator.core import Core, CoreCounters
+from skippy_orchestrator.core import Core
 from skippy_orchestrator.deployment import OrchestratorSettings
+from skippy_orchestrator.history import CoreCounters, History
 from skippy_orchestrator.kv_budget import KvBudget
 from skippy_orchestrator.pipeline.link import Transport
 from skippy_orchestrator.pipeline.monitor import Monitor, StageHealth
 from skippy_orchestrator.pipeline.pipeline import (
     FrameDone,
-    FrameLeftFirstStage,
+    FrameLeftStage,
     Pipeline,
     PipelineEvent,
     PipelineFailed,
 )
+from skippy_orchestrator.prefix.cache import PrefixCache, StageFacts
 from skippy_orchestrator.requests import GenerationRequest, parse_request
 from skippy_orchestrator.sending import OutputStream, Senders, Sink, Span, span_of
 from skippy_orchestrator.sessions import Commit
@@ -89,7 +91,7 @@ class Service:
         self._clock = clock
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._streams: dict[int, OutputStream] = {}
-        self._counters = CoreCounters()
+        self._history = History.of(settings.prefix_cache)
         self._core: Core | None = None
         self._pipeline: Pipeline | None = None
         self._pids: list[int] = []
@@ -166,7 +168,7 @@ class Service:
             "waiting": core.waiting if core else 0,
             "incarnation": pipeline.incarnation if pipeline else 0,
             "integrity": self._integrity,
-            "counters": {name: getattr(self._counters, name) for name in CoreCounters.__slots__},
+            "counters": {name: getattr(self._history.counters, name) for name in CoreCounters.__slots__},
             "stages": [_stage_status(stage) for stage in health],
         }
 
@@ -236,16 +238,16 @@ class Service:
         elif isinstance(event, _Stop):
             self._stop_by = self._clock() + _FREE_LIMIT_S
             if core is not None:
-                core.fail_all(Unavailable(_DRAINING))
+                core.fail_all(Unavailable(_DRAINING), self._clock())
         elif isinstance(event, _Cancel):
             if core is not None:
-                core.cancel(event.session)
+                core.cancel(event.session, self._clock())
         elif core is None or pipeline is None or getattr(event, "incarnation", 0) != pipeline.incarnation:
             return
-        elif isinstance(event, FrameLeftFirstStage):
-            core.frame_left_first_stage(event.number)
+        elif isinstance(event, FrameLeftStage):
+            core.frame_left_stage(event.number, event.stage, event.report, self._clock())
         elif isinstance(event, FrameDone):
-            core.frame_done(event.number, event.statuses)
+            core.frame_done(event.number, event.statuses, event.report, self._clock())
         elif isinstance(event, PipelineFailed):
             self._lose_pipeline(StageFault(event.stage, event.message))
 
@@ -268,7 +270,7 @@ class Service:
         core, pipeline = self._core, self._pipeline
         if core is None or pipeline is None:
             return
-        while (frame := core.next_frame()) is not None:
+        while (frame := core.next_frame(self._clock())) is not None:
             pipeline.submit(frame)
         self._publish(core)
 
@@ -333,7 +335,10 @@ class Service:
             settings.scheduler,
             settings.prefill,
             settings.limits,
-            self._counters,
+            PrefixCache(
+                settings.prefix_cache, self._text.identity, StageFacts.of(stages), self._history.prefixes
+            ),
+            self._history,
         )
         incarnation = secrets.randbits(63)
         self._pipeline = Pipeline(
@@ -351,7 +356,7 @@ class Service:
         self._core = self._pipeline = None
         try:
             if core is not None:
-                core.fail_all(error, waiting_error)
+                core.fail_all(error, self._clock(), waiting_error)
                 self._publish(core)
         except Exception:
             log.exception("the core failed at its end")
@@ -376,8 +381,11 @@ class Service:
 
 
 def _stage_status(stage: StageHealth) -> dict[str, Any]:
-    known = stage.status
-    plain: dict[str, Any] = {}
-    if known is not None:
-        plain = {name: getattr(known, name) for name in known.__struct_fields__}
+    plain = {} if stage.status is None else _fields(stage.status)
     return {**plain, "name": stage.name, "ready": not stage.reason, "reason": stage.reason}
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """A message and those in it by field names; on the wire they are arrays."""
+    values = {name: getattr(message, name) for name in message.__struct_fields__}
+    return {name: _fields(value) if isinstance(value, Message) else value for name, value in values.items()}

@@ -1,12 +1,13 @@
 """A session: one generation, from prompt to last token, as a pure state machine.
 
-Events in (steps dispatched, stage 0 left, results), steps out. No clock, no thread, no tensor.
+Events in (steps dispatched, stages left, results), steps out. No clock, no thread, no tensor.
 
 Invariants:
 
 * ``context`` is the prompt plus the committed tokens; ``commit`` alone extends it.
 * Steps of a session complete in the order they were dispatched; results of a dead epoch are ignored.
 * Once ``finish_reason`` is set or the session was ended nothing more is committed.
+* What is recorded on the stages is never longer than what is committed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,31 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from skippy_stage.protocol import DecodeStep, OpenStep, PrefillStep, RowStep
+from skippy_stage.protocol import (
+    Control,
+    DecodeStep,
+    OpenStep,
+    PrefillStep,
+    ProbeStep,
+    RecordStep,
+    RestoreStep,
+    RowStep,
+    StepOk,
+    StopStep,
+    rows_of,
+)
 
-from skippy_orchestrator.prefill import Chunk, ChunkPolicy, PrefillMachine
+from skippy_orchestrator.frames import StageReport
+from skippy_orchestrator.prefill import Chunk, PrefillMachine, PrefillPolicy, TransportPool
+from skippy_orchestrator.prefix.outcome import CacheStats
+from skippy_orchestrator.prefix.output_tokens import MAX_EXACT_REPLAY_TOKENS
+from skippy_orchestrator.prefix.session import OFF, PrefixTerms, SessionPrefix
 from skippy_orchestrator.requests import GenerationRequest
+
+SessionStep: TypeAlias = ProbeStep | RowStep
+"""What a session sends on its way; controls ride along."""
 
 
 class Text(Protocol):
@@ -44,18 +64,46 @@ class Commit:
     text: str
     finish_reason: str = ""
     """Empty until the last span; then ``stop`` or ``length``."""
+    cache: CacheStats | None = None
+    """With the last span: what the prefix cache did for the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """What goes into a frame with a step: controls around it, and its token ids."""
+
+    before: tuple[Control, ...]
+    tokens: Sequence[int]
+    after: tuple[Control, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTerms:
+    """How prompts are cut: the policy, the credits, and what is known of the way to the stages."""
+
+    policy: PrefillPolicy
+    credits: int
+    transport: TransportPool
+
+    def machine(self, n_prompt: int, start: int, boundaries: Sequence[int]) -> PrefillMachine:
+        """The machine for a prompt of which ``start`` positions are restored."""
+        planner = self.policy.planner()
+        self.transport.prepare(planner)
+        return PrefillMachine(n_prompt, planner, self.credits, start, boundaries)
 
 
 class Phase(Enum):
     """Where a session is."""
 
+    WAITING = "waiting"
+    PROBE = "probe"
     PREFILL = "prefill"
     DECODE = "decode"
     ENDED = "ended"
 
 
 class Session:
-    """One generation on the stages."""
+    """One generation on the stages. ``begin`` starts it; before that it only waits."""
 
     def __init__(
         self,
@@ -63,20 +111,24 @@ class Session:
         request: GenerationRequest,
         text: Text,
         end_tokens: frozenset[int],
-        policy: ChunkPolicy,
-        credits: int,
+        prefill: PrefillTerms,
     ) -> None:
         self.id = session
         self.request = request
-        self.phase = Phase.PREFILL
+        self.phase = Phase.WAITING
         self.finish_reason = ""
         self.epoch = 0
+        self.predicted: list[int] = []
+        """The first predictions, an end token included: what may be replayed (spec 4.7)."""
         self._text = text
         self._end_tokens = frozenset() if request.ignore_eos else end_tokens
         self._context = list(request.prompt)
-        self._prefill = PrefillMachine(len(request.prompt), policy, credits)
-        self._in_flight: deque[RowStep] = deque()
+        self._prefill_terms = prefill
+        self._prefix = SessionPrefix(request.prompt, request.max_tokens, OFF, 0.0)
+        self._prefill: PrefillMachine | None = None
+        self._in_flight: deque[SessionStep] = deque()
         self._opened = False
+        self._computed = 0
 
     @property
     def n_prompt(self) -> int:
@@ -89,13 +141,18 @@ class Session:
         return len(self._context) - self.n_prompt
 
     @property
+    def context(self) -> Sequence[int]:
+        """Prompt and committed tokens."""
+        return self._context
+
+    @property
     def max_positions(self) -> int:
         """Positions the session can come to hold on a stage, uncommitted ones included."""
         return self.n_prompt + self.request.max_tokens
 
     @property
     def steps_in_flight(self) -> int:
-        """Row steps dispatched and not completed."""
+        """Steps with an answer to come: probes and row steps."""
         return len(self._in_flight)
 
     @property
@@ -103,12 +160,33 @@ class Session:
         """Whether any stage was told of the session."""
         return self._opened
 
-    def next_step(self, room: int) -> RowStep | None:
-        """The next step that could run now with at most ``room`` rows; changes nothing."""
+    @property
+    def prefix(self) -> SessionPrefix:
+        """The session's dealings with the prefix caches."""
+        return self._prefix
+
+    @property
+    def prefill(self) -> PrefillMachine | None:
+        """The prompt on its way; None before it is known what is restored, and where nothing is left to compute."""
+        return self._prefill
+
+    def begin(self, terms: PrefixTerms, now: float) -> None:
+        """The session has its place: it may use the stages from now on."""
+        self._prefix = SessionPrefix(self.request.prompt, self.request.max_tokens, terms, now)
+        if self._prefix.probes:
+            self.phase = Phase.PROBE
+        else:
+            self._begin_prefill(0)
+
+    def next_step(self, room: int, now: float) -> SessionStep | None:
+        """The next step that could run now with at most ``room`` rows."""
+        if self.phase is Phase.PROBE and not self._in_flight:
+            length = len(self._prefix.probe_tokens)
+            return ProbeStep(session=self.id, epoch=self.epoch, length=length)
         if self.phase is Phase.DECODE and room >= 1 and not self._in_flight:
             return DecodeStep(session=self.id, epoch=self.epoch, pos_start=len(self._context) - 1)
-        if self.phase is Phase.PREFILL:
-            chunk = self._prefill.next_chunk(room)
+        if self.phase is Phase.PREFILL and self._prefill is not None:
+            chunk = self._prefill.next_chunk(room, now)
             if chunk is not None:
                 return PrefillStep(
                     session=self.id,
@@ -119,45 +197,84 @@ class Session:
                 )
         return None
 
-    def dispatch(self, step: RowStep) -> tuple[OpenStep | None, Sequence[int]]:
-        """A step that ``next_step`` gave goes into a frame: its token ids, and what must come before it."""
-        opening = None
+    def dispatch(self, step: SessionStep, now: float) -> Dispatched:
+        """A step that ``next_step`` gave goes into a frame."""
+        before: list[Control] = []
         if not self._opened:
-            opening = OpenStep(session=self.id, max_tokens=self.max_positions, sampling=self.request.sampling)
+            before.append(
+                OpenStep(
+                    session=self.id,
+                    max_tokens=self.max_positions,
+                    sampling=self.request.sampling,
+                    namespace=self._prefix.namespace,
+                )
+            )
             self._opened = True
-        if isinstance(step, PrefillStep):
-            self._prefill.dispatched(Chunk(step.pos_start, step.pos_start + step.rows, step.sample))
+        self._in_flight.append(step)
+        if isinstance(step, ProbeStep):
+            self._prefix.probed(now)
+            return Dispatched(tuple(before), self._prefix.probe_tokens, ())
+        length = self._prefix.take_restore()
+        if length:
+            before.append(RestoreStep(session=self.id, epoch=self.epoch, length=length))
+        end = step.pos_start + rows_of(step)
+        after: tuple[Control, ...] = ()
+        if isinstance(step, PrefillStep) and self._prefill is not None:
+            self._prefill.dispatched(Chunk(step.pos_start, end, step.sample), now)
             if self._prefill.planned:
                 self.phase = Phase.DECODE
-        self._in_flight.append(step)
-        start = step.pos_start
-        rows = 1 if isinstance(step, DecodeStep) else step.rows
-        return opening, self._context[start : start + rows]
+            after = self._record(self._prefix.record_after(step.pos_start, end))
+        return Dispatched(tuple(before), self._context[step.pos_start : end], after)
 
-    def left_first_stage(self, step: RowStep) -> None:
-        """A step of this session has left stage 0."""
-        if isinstance(step, PrefillStep):
-            self._prefill.left_first_stage()
+    def credit_returned(self, now: float) -> None:
+        """The second stage has started on the oldest chunk that holds a credit."""
+        if self._prefill is not None:
+            self._prefill.credit_returned(now)
 
-    def complete(self, step: RowStep, tokens: Sequence[int]) -> Commit | None:
-        """A step has come back with the last stage's predictions; commits what counts of them."""
+    def left_stage(self, step: PrefillStep, stage: int, report: StageReport) -> None:
+        """A stage has answered the frame with this chunk; its time is shared by rows."""
+        if self._prefill is None:
+            return
+        share = step.rows / max(report.rows, step.rows)
+        if stage == 0:
+            self._prefill.left_first_stage(
+                step.rows, report.compute_us * share / 1000, report.write_us / 1000
+            )
+        else:
+            self._prefill.observed_at_stage(
+                stage,
+                step.rows,
+                round(report.compute_us * share),
+                report.write_us,
+                report.queue_us,
+                round(report.sent_bytes * share),
+            )
+
+    def complete(self, step: SessionStep, status: StepOk, now: float) -> Commit | None:
+        """A step has come back from the last stage; commits what counts of it."""
         if not self._in_flight or self._in_flight[0] is not step:
             raise ValueError(f"session {self.id}: result out of order")
         self._in_flight.popleft()
-        if isinstance(step, PrefillStep):
+        if isinstance(step, PrefillStep) and self._prefill is not None:
             self._prefill.completed()
-        if self.phase is Phase.ENDED or step.epoch < self.epoch or not tokens:
+        if self.phase is Phase.ENDED or step.epoch < self.epoch:
             return None
-        return self.commit(tokens)
+        if isinstance(step, ProbeStep):
+            return self._probed(status, now)
+        self._computed = step.pos_start + rows_of(step)
+        return self.commit(status.tokens, now) if status.tokens else None
 
-    def commit(self, tokens: Sequence[int]) -> Commit:
+    def commit(self, tokens: Sequence[int], now: float) -> Commit:
         """Commit tokens: the one place where they enter the context and an end is decided (spec 8.7).
 
         An end token is neither in the output nor in its count; the tokens of a stop string are in both.
         """
+        self._prefix.first_token(now)
         committed: list[int] = []
         text: list[str] = []
         for token in tokens:
+            if len(self.predicted) < MAX_EXACT_REPLAY_TOKENS:
+                self.predicted.append(token)
             if token in self._end_tokens:
                 self.finish_reason = "stop"
                 break
@@ -171,19 +288,47 @@ class Session:
                 self.finish_reason = "length"
             if self.finish_reason:
                 break
+        cache = None
         if self.finish_reason:
             text.append(self._text.flush())
             self.phase = Phase.ENDED
-        return Commit(self.id, tuple(committed), "".join(text), self.finish_reason)
+            cache = self._prefix.stats(now)
+        return Commit(self.id, tuple(committed), "".join(text), self.finish_reason, cache)
 
     def end(self) -> None:
         """End the session from outside (cancel, failure): what is in flight no longer counts."""
         self.phase = Phase.ENDED
 
+    def closing(self) -> tuple[Control, ...]:
+        """The last steps of a session that has finished: record what it computed, and stop."""
+        length = self._prefix.record_at_end(min(self._computed, len(self._context)))
+        return (*self._record(length), StopStep(session=self.id))
+
+    def _record(self, length: int) -> tuple[Control, ...]:
+        return (RecordStep(session=self.id, epoch=self.epoch, length=length),) if length else ()
+
+    def _begin_prefill(self, start: int) -> None:
+        self.phase = Phase.PREFILL
+        self._prefill = self._prefill_terms.machine(self.n_prompt, start, self._prefix.boundaries())
+
+    def _probed(self, status: StepOk, now: float) -> Commit | None:
+        if status.restorable is None:
+            raise ValueError(f"session {self.id}: a probe without an answer")
+        plan = self._prefix.answered(status.restorable, now)
+        if not plan.tokens:
+            self._begin_prefill(plan.length)
+            return None
+        self.phase = Phase.DECODE
+        return self.commit(plan.tokens, now)
+
     def check_integrity(self) -> None:
         """Raise AssertionError when the machine's parts disagree."""
-        self._prefill.check_integrity()
+        if self._prefill is not None:
+            self._prefill.check_integrity()
         assert self.n_output <= self.request.max_tokens, (
             f"{self.n_output} tokens of {self.request.max_tokens}"
         )
-        assert (self.phase is Phase.PREFILL) == (not self._prefill.planned) or self.phase is Phase.ENDED
+        if self.phase is Phase.PREFILL:
+            assert self._prefill is not None
+            assert not self._prefill.planned, "a prompt that is all on its way still counts as prefill"
+        assert self._prefix.recorded <= len(self._context), "a record is longer than what is committed"

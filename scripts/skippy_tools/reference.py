@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 from skippy_orchestrator.deployment import Deployment, StageSection
 from skippy_orchestrator.pipeline.repository import ADDRESS_VARIABLE, KEY_VARIABLE
+from skippy_stage.prefix.kill_switch import KILL_SWITCHES, OFF_FORMS
 
 from skippy_tools.triton import CHOICE, OLDEST, OLDEST_RELEASE
 
@@ -22,6 +23,11 @@ ENVIRONMENT: Final = {
     f"The oldest supported one is {OLDEST} (release {OLDEST_RELEASE}).",
     "SKIPPY_PYTHON": "A Python environment of your own for all scripts, used as it is: no .venv is made and "
     "nothing is installed. The way inside an NGC image, which brings its own torch.",
+    **dict.fromkeys(
+        KILL_SWITCHES,
+        f"One of {', '.join(f'`{form}`' for form in OFF_FORMS)} turns the prefix cache off, whatever the "
+        "deployment says.",
+    ),
     "SKIPPY_RUN_DIR": "Set by serve for the models: the run directory. A file named `drain` in it makes the "
     "orchestrator refuse new requests.",
     ADDRESS_VARIABLE: "Set by serve for the models: host and port of the server's HTTP endpoint, where the "

@@ -97,6 +97,7 @@ def stage_settings(deployment: Deployment, shape: ModelShape) -> tuple[StageSett
     devices = [section.device or pipeline.device for section in sections]
     weights = [section.weights or pipeline.weights for section in sections]
     link_dtype = _link_dtype(pipeline.link_dtype, devices, weights)
+    cache = deployment.prefix_cache
     return tuple(
         StageSettings(
             name=stage_name(deployment, index),
@@ -111,6 +112,11 @@ def stage_settings(deployment: Deployment, shape: ModelShape) -> tuple[StageSett
             threads=pipeline.threads if section.threads is None else section.threads,
             kv_tokens=deployment.kv.tokens,
             kv_block_tokens=deployment.kv.block_tokens,
+            prefix_payload="off" if cache.mode == "disabled" else cache.payload,
+            prefix_max_entries=cache.max_entries,
+            prefix_max_bytes=cache.max_bytes,
+            # Only what is looked up is worth keeping.
+            activation_bytes=cache.activation_bytes if cache.mode == "lookup-record" else 0,
         )
         for index, (section, (first, last)) in enumerate(zip(sections, ranges, strict=True))
     )
@@ -132,6 +138,7 @@ def orchestrator_settings(deployment: Deployment, stages: Sequence[StageSettings
         stages=tuple(stage.name for stage in stages),
         scheduler=deployment.scheduler,
         prefill=deployment.prefill,
+        prefix_cache=deployment.prefix_cache,
         limits=deployment.limits,
         sampling=deployment.sampling,
     )

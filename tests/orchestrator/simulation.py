@@ -1,6 +1,6 @@
 """A whole deployment in one process, in virtual time: the core, the frames' way, and stage runtimes.
 
-No thread and no clock: ``advance(stage)`` lets one stage execute one frame, so a test (or hypothesis)
+Every frame that a stage executes takes a millisecond. No thread and no clock: ``advance(stage)`` lets one stage execute one frame, so a test (or hypothesis)
 decides in which order everything happens.
 """
 
@@ -11,15 +11,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skippy_orchestrator.core import Core, Failure
-from skippy_orchestrator.deployment import LimitsSection, PrefillSection, SchedulerSection
+from skippy_orchestrator.deployment import (
+    LimitsSection,
+    PrefillSection,
+    PrefixCacheSection,
+    SchedulerSection,
+)
+from skippy_orchestrator.frames import StageReport
+from skippy_orchestrator.history import History
 from skippy_orchestrator.kv_budget import KvBudget
 from skippy_orchestrator.pipeline.flight import Flight
+from skippy_orchestrator.prefix.cache import PrefixCache, StageFacts
+from skippy_orchestrator.prefix.outcome import CacheStats
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_stage.errors import SkippyError
+from skippy_stage.prefix.activations import ActivationCache
+from skippy_stage.prefix.factory import make_prefix_store
+from skippy_stage.prefix.resident import ResidentPrefixes
 from skippy_stage.protocol import FrameHeader, SamplingParams, decode_request, encode
 from skippy_stage.runtime import StageRuntime
 
-from tests.scripted import ScriptedEngine, cut
+from tests.scripted import RecurrentEngine, ScriptedEngine, cut
 
 
 class TokenText:
@@ -45,14 +57,18 @@ class Seen:
     text: str = ""
     finish_reason: str = ""
     error: SkippyError | None = None
+    cache: CacheStats | None = None
 
     @property
     def ended(self) -> bool:
         return bool(self.finish_reason) or self.error is not None
 
 
+OFF = PrefixCacheSection(mode="disabled")
+
+
 class Simulation:
-    """Core and stages, advanced by hand."""
+    """Core and stages, advanced by hand. ``history`` and ``engines`` may be those of an earlier one."""
 
     def __init__(
         self,
@@ -63,22 +79,43 @@ class Simulation:
         limits: LimitsSection | None = None,
         blocks: int = 4096,
         end_tokens: frozenset[int] = frozenset(),
-        engines: Sequence[ScriptedEngine] | None = None,
+        engines: Sequence[ScriptedEngine | RecurrentEngine] | None = None,
+        prefix: PrefixCacheSection = OFF,
+        activation_bytes: int = 0,
     ) -> None:
         self.now = 0.0
         self.engines = list(engines or cut(stages, blocks=blocks))
+        self.prefix = prefix
+        payload = "off" if prefix.mode == "disabled" else prefix.payload
+        self.stores = [
+            make_prefix_store(engine, payload, max_entries=prefix.max_entries, max_bytes=prefix.max_bytes)
+            for engine in self.engines
+        ]
+        self.runtimes: list[StageRuntime[Flight]] = [
+            StageRuntime(
+                engine,
+                f"stage_{i}",
+                i,
+                clock=lambda: self.now,
+                prefixes=self.stores[i],
+                activations=ActivationCache(activation_bytes),
+                identity=f"scripted-{i}",
+            )
+            for i, engine in enumerate(self.engines)
+        ]
+        self.history = History.of(prefix)
         self.core = Core(
             len(self.engines),
             KvBudget(blocks, self.engines[0].info.kv_block_tokens),
             end_tokens,
             scheduler or SchedulerSection(),
-            prefill or PrefillSection(chunk_tokens=8),
+            prefill or PrefillSection(policy="fixed", chunk_tokens=8),
             limits or LimitsSection(),
+            PrefixCache(
+                prefix, "test", StageFacts.of([r.status() for r in self.runtimes]), self.history.prefixes
+            ),
+            self.history,
         )
-        self.runtimes: list[StageRuntime[Flight]] = [
-            StageRuntime(engine, f"stage_{i}", i, clock=lambda: self.now)
-            for i, engine in enumerate(self.engines)
-        ]
         self.names = [f"stage_{i}" for i in range(len(self.engines))]
         self.seen: dict[int, Seen] = {}
         self.headers: list[tuple[int, FrameHeader]] = []
@@ -94,6 +131,8 @@ class Simulation:
         sampling: SamplingParams | None = None,
         ignore_eos: bool = False,
         stop: int | None = None,
+        cache_key: str = "",
+        seeded: bool = True,
     ) -> Seen:
         request = GenerationRequest(
             prompt=tuple(prompt),
@@ -102,6 +141,8 @@ class Simulation:
             stream=True,
             ignore_eos=ignore_eos,
             stop_words=(),
+            cache_key=cache_key,
+            seeded=seeded,
         )
         self.seen[session] = Seen()
         try:
@@ -112,12 +153,21 @@ class Simulation:
         return self.seen[session]
 
     def cancel(self, session: int) -> None:
-        self.core.cancel(session)
+        self.core.cancel(session, self.now)
         self.pump()
+
+    def forget(self, stage: int) -> None:
+        """Let a stage evict all that nobody leases."""
+        store = self.stores[stage]
+        if isinstance(store, ResidentPrefixes):
+            before = -1
+            while store.status().entries != before:
+                before = store.status().entries
+                store.reclaim(1 << 30)
 
     def pump(self) -> None:
         """Send what can be sent and note what the core has to say."""
-        while (frame := self.core.next_frame()) is not None:
+        while (frame := self.core.next_frame(self.now)) is not None:
             self.in_flight += 1
             self.max_in_flight = max(self.max_in_flight, self.in_flight)
             self._send(Flight(frame, self.names))
@@ -130,6 +180,7 @@ class Simulation:
                 seen.tokens.extend(output.tokens)
                 seen.text += output.text
                 seen.finish_reason = output.finish_reason
+                seen.cache = output.cache
 
     def _send(self, flight: Flight) -> None:
         header = decode_request(encode(flight.header(7, 1)))
@@ -143,15 +194,16 @@ class Simulation:
         if queued is None:
             return False
         result, hidden = self.runtimes[stage].execute(queued)
+        self.now += 0.001
         flight = queued.reply
+        report = StageReport(result.rows, compute_us=1000, call_us=1000)
         flight.advance(result, hidden)
-        if flight.stage == 1:
-            self.core.frame_left_first_stage(flight.frame.number)
-        if flight.done:
-            self.in_flight -= 1
-            self.core.frame_done(flight.frame.number, flight.statuses)
-        else:
+        if not flight.done:
+            self.core.frame_left_stage(flight.frame.number, stage, report, self.now)
             self._send(flight)
+        else:
+            self.in_flight -= 1
+            self.core.frame_done(flight.frame.number, flight.statuses, report, self.now)
         self.pump()
         return True
 
@@ -174,4 +226,7 @@ class Simulation:
         self.run()
         assert self.core.idle
         for engine in self.engines:
-            assert engine.usage().cached == {}, "a stage still holds a session"
+            usage = engine.usage()
+            assert usage.cached == {}, "a stage still holds a session"
+            assert usage.blocks_used == 0, "a stage holds blocks for nobody"
+        assert all(runtime.status().prefix.leases == 0 for runtime in self.runtimes), "a lease was left"

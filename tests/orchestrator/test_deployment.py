@@ -15,6 +15,7 @@ from skippy_orchestrator.deployment import (
     LimitsSection,
     OrchestratorSettings,
     PrefillSection,
+    PrefixCacheSection,
     SamplingSection,
     SchedulerSection,
     effective_context,
@@ -43,7 +44,35 @@ def test_an_empty_file_is_the_default_deployment() -> None:
     assert deployment == Deployment()
     assert deployment.pipeline.stages == 2
     assert deployment.scheduler == SchedulerSection(
-        max_frame_rows=256, max_sessions=64, frames_per_link=2, min_group_rows=4
+        max_frame_rows=256,
+        max_sessions=64,
+        frames_per_link=2,
+        min_group_rows=4,
+        prefill_rows_while_decoding=64,
+    )
+    assert deployment.prefill == PrefillSection(
+        policy="adaptive-ramp",
+        chunk_tokens=256,
+        schedule="",
+        adaptive_start=128,
+        adaptive_step=128,
+        adaptive_max=384,
+        adaptive_target_ms=100.0,
+        credits=3,
+    )
+    assert deployment.prefix_cache == PrefixCacheSection(
+        mode="lookup-record",
+        payload="auto",
+        min_tokens=64,
+        stride_tokens=128,
+        record_limit=2,
+        max_entries=64,
+        max_bytes=0,
+        activation_bytes=67_108_864,
+        replay_tokens=8,
+        record_output=True,
+        bypass_native_mtp=False,
+        speculate_after_restore=True,
     )
     assert deployment.limits.default_max_tokens == 256
     assert deployment.sampling == SamplingSection(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -60,6 +89,8 @@ def test_the_defaults_may_be_written_down() -> None:
 def test_a_value_of_another_type_is_refused_by_name(
     section: str, field: msgspec.structs.FieldInfo, wrong: str
 ) -> None:
+    if isinstance(field.default, bool) and wrong == "true":
+        wrong = "1"
     with pytest.raises(SettingsError, match=rf"^deployment: .*`\$\.{section}\.{field.name}"):
         parse_deployment(f"[{section}]\n{field.name} = {wrong}")
 
@@ -102,6 +133,11 @@ def test_unknown_keys_are_refused_by_name(section: str) -> None:
         ("[kv]\ntokens = 15", r">= 16 - at `\$\.kv\.tokens`"),
         ("[scheduler]\nmax_frame_rows = 2049", r"<= 2048 - at `\$\.scheduler\.max_frame_rows`"),
         ("[prefill]\ncredits = 65", r"<= 64 - at `\$\.prefill\.credits`"),
+        ("[scheduler]\nprefill_rows_while_decoding = -1", r">= 0 - at `\$\.scheduler\.prefill_rows_"),
+        ("[prefill]\nadaptive_target_ms = inf", r"adaptive_target_ms: got inf, expected a finite number"),
+        ('[prefix_cache]\nmode = "exact"', r"'exact' - at `\$\.prefix_cache\.mode`"),
+        ('[prefix_cache]\npayload = "off"', r"'off' - at `\$\.prefix_cache\.payload`"),
+        ("[prefix_cache]\nreplay_tokens = 9", r"<= 8 - at `\$\.prefix_cache\.replay_tokens`"),
         ("[limits]\nqueue_timeout_s = 0", r"> 0\.0 - at `\$\.limits\.queue_timeout_s`"),
         ("[limits]\nframe_deadline_s = inf", r"frame_deadline_s: got inf, expected a finite number .*limits"),
         ("[sampling]\ntop_p = 0.0", r"> 0\.0 - at `\$\.sampling\.top_p`"),
@@ -157,7 +193,13 @@ settings = st.builds(
     context_tokens=st.integers(0, 2**40),
     stages=st.lists(st.text(min_size=1), min_size=1).map(tuple),
     scheduler=st.builds(SchedulerSection, max_frame_rows=st.integers(1, 2048)),
-    prefill=st.builds(PrefillSection, credits=st.integers(0, 64)),
+    prefill=st.builds(PrefillSection, credits=st.integers(0, 64), schedule=st.text()),
+    prefix_cache=st.builds(
+        PrefixCacheSection,
+        mode=st.sampled_from(["disabled", "record", "lookup-record"]),
+        max_bytes=st.integers(0, 2**60),
+        record_output=st.booleans(),
+    ),
     limits=st.builds(LimitsSection, queue_timeout_s=seconds, drain_timeout_s=seconds),
     sampling=st.builds(SamplingSection, temperature=st.floats(0, 100), top_p=st.floats(0.001, 1)),
 )

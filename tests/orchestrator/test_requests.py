@@ -17,7 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 CONTEXT = 32
 TYPES = {"INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64, "BOOL": np.bool_, "STRING": np.object_}
-LIMITS = LimitsSection(default_max_tokens=10, max_text_bytes=200, max_stop_words=2, max_stop_bytes=8)
+LIMITS = LimitsSection(
+    default_max_tokens=10, max_text_bytes=200, max_stop_words=2, max_stop_bytes=8, max_cache_key_bytes=6
+)
 
 
 def byte_model(bos: bool) -> TextModel:
@@ -60,7 +62,7 @@ def parse(
 
 def test_defaults() -> None:
     assert parse(text_input="ab") == GenerationRequest(
-        prompt=tuple(PLAIN.encode("ab")), max_tokens=10, sampling=SamplingParams(seed=1234)
+        prompt=tuple(PLAIN.encode("ab")), max_tokens=10, sampling=SamplingParams(seed=1234), seeded=False
     )
 
 
@@ -76,6 +78,7 @@ def test_everything_given() -> None:
         stream=True,
         ignore_eos=True,
         stop_words=["a", "b", "a"][:2],
+        prompt_cache_key="team 1",
     )
     assert request == GenerationRequest(
         prompt=(1, 2, 256),
@@ -84,6 +87,8 @@ def test_everything_given() -> None:
         stream=True,
         ignore_eos=True,
         stop_words=("a", "b"),
+        cache_key="team 1",
+        seeded=True,
     )
 
 
@@ -104,6 +109,18 @@ def test_everything_given() -> None:
 )
 def test_sampling_values(given_values: dict[str, Any], expected: SamplingParams) -> None:
     assert parse(text_input="a", **given_values).sampling == expected
+
+
+@pytest.mark.parametrize(
+    ("given_key", "expected"), [("a", "a"), (" a b ", "a b"), ("", ""), (" \n", ""), ("Ä", "Ä")]
+)
+def test_the_cache_key_is_trimmed(given_key: str, expected: str) -> None:
+    assert parse(text_input="a", prompt_cache_key=given_key).cache_key == expected
+
+
+def test_a_seed_of_the_clients_own_is_told_from_a_drawn_one() -> None:
+    assert parse(text_input="a", seed=1234).seeded
+    assert not parse(text_input="a").seeded
 
 
 def test_sampling_defaults_of_the_deployment() -> None:
@@ -141,6 +158,9 @@ def test_sampling_defaults_of_the_deployment() -> None:
         ("stop_words", [""], "at least one character"),
         ("stop_words", ["123456789"], "at most 8"),
         ("stop_words", [b"\xff"], "UTF-8"),
+        ("prompt_cache_key", "1234567", "at most 6"),
+        ("prompt_cache_key", b"\xff", "UTF-8"),
+        ("prompt_cache_key", ["a", "b"], "one value"),
     ],
 )
 def test_values_out_of_range(field: str, value: Any, limit: str) -> None:
@@ -244,6 +264,8 @@ def test_any_input_is_a_request_that_fits_or_a_refusal(inputs: dict[str, Any]) -
     assert len(request.prompt) + request.max_tokens <= CONTEXT
     assert 0 <= request.sampling.temperature <= 100
     assert 0 < request.sampling.top_p <= 1
+    assert request.seeded == ("seed" in inputs)
+    assert request.cache_key == request.cache_key.strip()
 
 
 def test_a_conversation_with_the_real_tokenizer(smollm2: TextModel) -> None:

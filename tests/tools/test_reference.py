@@ -71,4 +71,4 @@ def test_only_what_is_between_the_markers_changes() -> None:
 
 def test_the_orchestrator_knows_the_sections_of_a_deployment() -> None:
     shared = {field.name for field in msgspec.structs.fields(OrchestratorSettings)}
-    assert {"scheduler", "prefill", "limits", "sampling"} <= shared
+    assert {"scheduler", "prefill", "prefix_cache", "limits", "sampling"} <= shared

@@ -104,6 +104,23 @@ def test_stages_inherit_from_the_pipeline() -> None:
     assert (second.threads, second.weights) == (4, "int8")
 
 
+@pytest.mark.parametrize(
+    ("toml", "expected"),
+    [
+        ("", ("auto", 64, 0, 64 << 20)),
+        ('mode = "record"\npayload = "full-state"', ("full-state", 64, 0, 64 << 20)),
+        ('mode = "disabled"\npayload = "resident-kv"', ("off", 64, 0, 64 << 20)),
+        ("max_entries = 5\nmax_bytes = 6\nactivation_bytes = 7", ("auto", 5, 6, 7)),
+    ],
+)
+def test_stages_are_told_what_to_keep(toml: str, expected: tuple[str, int, int, int]) -> None:
+    told = {
+        (s.prefix_payload, s.prefix_max_entries, s.prefix_max_bytes, s.activation_bytes)
+        for s in stage_settings(parse_deployment(f"[prefix_cache]\n{toml}"), even())
+    }
+    assert told == {expected}
+
+
 def stages(*layers: tuple[int, int] | None) -> Deployment:
     listed = "".join(f"[[stages]]\n{f'layers = {list(pair)}' if pair else ''}\n" for pair in layers)
     return parse_deployment(listed)

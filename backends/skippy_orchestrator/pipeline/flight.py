@@ -24,7 +24,7 @@ from skippy_stage.protocol import (
     tokens_of,
 )
 
-from skippy_orchestrator.core import Frame
+from skippy_orchestrator.frames import Frame
 
 
 class Flight:
@@ -79,6 +79,7 @@ class Flight:
                 status = StepFailed(code=status.code, message=f"{name}: {status.message}")
             elif isinstance(status, StepOk):
                 alive.append(index)
+                status = _with_earlier(status, self.statuses[index])
             self.statuses[index] = status
         self._alive = alive
         self.stage += 1
@@ -87,3 +88,10 @@ class Flight:
             got = "none" if hidden is None else len(hidden)
             raise ProtocolError(f"{name}: answered with {got} hidden rows, expected {rows}")
         self.hidden = hidden
+
+
+def _with_earlier(status: StepOk, earlier: StepStatus) -> StepOk:
+    """A probe's answer: what this stage and all before it could restore."""
+    if status.restorable is None or not isinstance(earlier, StepOk) or earlier.restorable is None:
+        return status
+    return StepOk(tokens=status.tokens, restorable=status.restorable.common(earlier.restorable))

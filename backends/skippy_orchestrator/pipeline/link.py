@@ -61,7 +61,8 @@ class Transport(Protocol):
         ...
 
 
-OnResult = Callable[[Flight, FrameResult, Hidden | None], None]
+OnResult = Callable[[Flight, FrameResult, Hidden | None, float], None]
+"""The last argument is the seconds from sending the frame to having its result."""
 OnFailure = Callable[[str, str], None]
 MakeHeader = Callable[[Flight], FrameHeader]
 
@@ -154,8 +155,8 @@ class Link:
             try:
                 result, hidden = pending.wait()
                 if not self._stopped.is_set():
-                    self._sent_at.popleft()
+                    call_s = self._clock() - self._sent_at.popleft()
                     self._places.release()
-                    self._on_result(flight, result, hidden)
+                    self._on_result(flight, result, hidden, call_s)
             except Exception as error:
                 self._fail(error)

@@ -11,26 +11,29 @@ from typing import TypeAlias
 from skippy_stage.engines.base import Hidden
 from skippy_stage.protocol import FrameHeader, FrameResult, StepStatus
 
-from skippy_orchestrator.core import Frame
+from skippy_orchestrator.frames import Frame, StageReport
 from skippy_orchestrator.pipeline.flight import Flight
 from skippy_orchestrator.pipeline.link import Link, Transport
 
 
 @dataclass(frozen=True, slots=True)
-class FrameLeftFirstStage:
-    """Stage 0 has answered a frame."""
+class FrameLeftStage:
+    """A stage that is not the last has answered a frame."""
 
     incarnation: int
     number: int
+    stage: int
+    report: StageReport
 
 
 @dataclass(frozen=True, slots=True)
 class FrameDone:
-    """A frame has left the pipeline; one status per step."""
+    """The last stage has answered a frame; one status per step."""
 
     incarnation: int
     number: int
     statuses: Sequence[StepStatus]
+    report: StageReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class PipelineFailed:
     message: str
 
 
-PipelineEvent: TypeAlias = FrameLeftFirstStage | FrameDone | PipelineFailed
+PipelineEvent: TypeAlias = FrameLeftStage | FrameDone | PipelineFailed
 
 
 class Pipeline:
@@ -102,15 +105,22 @@ class Pipeline:
     def _header(self, flight: Flight) -> FrameHeader:
         return flight.header(self.incarnation, min(len(self._links), self._in_flight))
 
-    def _on_result(self, flight: Flight, result: FrameResult, hidden: Hidden | None) -> None:
+    def _on_result(self, flight: Flight, result: FrameResult, hidden: Hidden | None, call_s: float) -> None:
+        report = StageReport(
+            rows=result.rows,
+            compute_us=result.compute_us,
+            queue_us=result.queue_us,
+            call_us=round(call_s * 1e6),
+            sent_bytes=0 if flight.hidden is None else flight.hidden.nbytes,
+        )
+        stage, number = flight.stage, flight.frame.number
         flight.advance(result, hidden)
-        if flight.stage == 1:
-            self._tell(FrameLeftFirstStage(self.incarnation, flight.frame.number))
         if flight.done:
             with self._lock:
                 self._in_flight -= 1
-            self._tell(FrameDone(self.incarnation, flight.frame.number, flight.statuses))
+            self._tell(FrameDone(self.incarnation, number, flight.statuses, report))
         else:
+            self._tell(FrameLeftStage(self.incarnation, number, stage, report))
             self._links[flight.stage].submit(flight)
 
     def _on_failure(self, stage: str, message: str) -> None:
