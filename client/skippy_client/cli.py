@@ -53,6 +53,9 @@ Stop = Annotated[
     list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")
 ]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end token, to --max-tokens.")]
+CacheKey = Annotated[
+    str | None, typer.Option(help="Share cached prompt prefixes only with requests of the same key.")
+]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until giving up on an answer.", min=0.001)]
 Stats = Annotated[
     bool, typer.Option("--stats", "--verbose", "-v", help="Print tokens, times and rates to standard error.")
@@ -97,6 +100,7 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
+    cache_key: CacheKey = None,
     timeout: Timeout = None,
     as_json: AsJson = False,
     stats: Stats = False,
@@ -109,11 +113,11 @@ def generate(
 
       skippy generate "Once upon a time" -n 64 -t 0.8 --top-p 0.95 --seed 7 --stats
 
-      skippy generate "1, 2, 3," --stop 7 --json
+      skippy generate "1, 2, 3," --stop 7 --json --cache-key mine
 
       skippy generate - < prompt.txt
     """
-    options = gather_options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
+    options = gather_options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, cache_key)
     with exit_codes(), SkippyClient(url, model=model, timeout=timeout) as client:
         text = sys.stdin.read() if prompt == "-" else prompt
         answer_once(client.stream(text, **options), as_json, stats)
@@ -138,6 +142,7 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
+    cache_key: CacheKey = None,
     timeout: Timeout = None,
     as_json: AsJson = False,
     stats: Stats = False,
@@ -157,7 +162,7 @@ def chat(
 
       skippy chat < questions.txt
     """
-    options = gather_options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
+    options = gather_options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, cache_key)
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     with exit_codes(), SkippyClient(url, model=model, timeout=timeout) as client:
         if message is None:
@@ -180,7 +185,7 @@ def status(
         float | None, typer.Option(help="Seconds to wait first until all stages are ready.", min=0)
     ] = None,
 ) -> None:
-    """Show the server and its stages: readiness, layers, sessions, KV memory, work done.
+    """Show the server and its stages: readiness, layers, sessions, KV memory, work done, prefix cache.
 
     The exit status is 0 when all stages are ready, and 3 when not.
 
@@ -218,6 +223,7 @@ def gather_options(
     seed: int | None,
     stop: list[str] | None,
     ignore_eos: bool,
+    cache_key: str | None,
 ) -> GenerateOptions:
     """The library's options from the command line's; what wasn't given stays the server's default."""
     return GenerateOptions(
@@ -229,6 +235,7 @@ def gather_options(
         seed=seed,
         stop_words=stop,
         ignore_eos=ignore_eos or None,
+        prompt_cache_key=cache_key,
     )
 
 

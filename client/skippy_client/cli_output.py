@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from rich.console import Console
 from rich.text import Text
@@ -36,19 +37,42 @@ class TerminalWriter:
 
 
 def describe_stats(generation: Generation) -> str:
-    """One line about an answer: tokens, times, rate, how it ended."""
+    """One line about an answer: tokens, times, rate, how it ended, what the prefix cache did for it."""
     timings = generation.timings
     rate = generation.tokens_per_s
+    cache = generation.cache_stats
+    counted = cache is not None or generation.cached_tokens
+    cached = f" ({generation.cached_tokens} cached)" if counted else ""
     parts = [
-        f"{generation.num_input_tokens} tokens in",
+        f"{generation.num_input_tokens} tokens in{cached}",
         f"{generation.num_output_tokens} out",
         f"first after {timings.ttft_s:.3f} s",
         f"all after {timings.total_s:.3f} s",
         *([] if rate is None else [f"{rate:.1f} tok/s"]),
         f"finish_reason {generation.finish_reason}",
         *([] if generation.seed is None else [f"seed {generation.seed}"]),
+        *([] if cache is None else [describe_cache(cache)]),
     ]
     return ", ".join(parts)
+
+
+def describe_cache(stats: Mapping[str, Any]) -> str:
+    """What the prefix cache did for one request, and in which way it hit."""
+    kind = stats.get("hit_kind")
+    return f"cache {stats.get('status') or '?'}{f' {kind}' if kind else ''}"
+
+
+def number(value: float | None) -> str:
+    """A count for a person; - for one that isn't known."""
+    return "-" if value is None else f"{value:,}"
+
+
+def part_of(part: float | None, whole: float | None) -> str:
+    """A count, the count that it is a part of, and its share; - when neither is known."""
+    if part is None and whole is None:
+        return "-"
+    share = f" ({part / whole:.0%})" if part is not None and whole else ""
+    return f"{number(part)}/{number(whole)}{share}"
 
 
 def note(text: str) -> None:

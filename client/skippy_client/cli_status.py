@@ -12,6 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from skippy_client.cli_output import number, part_of
+from skippy_client.cli_prefix import prefix_line, prefix_table
 from skippy_client.errors import ServerUnavailable
 from skippy_client.sync import SkippyClient
 from skippy_client.types import ServerStatus, StageStatus
@@ -69,14 +71,33 @@ def busy_shares(before: ServerStatus, after: ServerStatus, elapsed_s: float) -> 
 
 
 def render_status(status: ServerStatus, busy: dict[str, float] | None = None) -> RenderableType:
-    """The server's line and the table of its stages; ``busy`` replaces the busy seconds by shares."""
+    """The server's lines and the tables of its stages; ``busy`` replaces the busy seconds by shares.
+
+    What is about the prefix cache is left out for a server that says nothing of one.
+    """
     line = Text.assemble(
         ("ready", "bold green") if status.ready else ("not ready", "bold red"),
         f"  {status.model}" if status.model else "",
-        f"  active {_number(status.active)}  waiting {_number(status.waiting)}",
+        f"  active {number(status.active)}  waiting {number(status.waiting)}",
     )
     if status.reason:
         line.append(f"\n{status.reason}", style="yellow")
+    if (totals := prefix_line(status)) is not None:
+        line.append("\n").append_text(totals)
+    return Group(line, *_tables(status, busy or {}))
+
+
+def _tables(status: ServerStatus, busy: dict[str, float]) -> Iterator[RenderableType]:
+    """The tables, each after an empty line."""
+    if status.stages:
+        yield Text()
+        yield _stage_table(status, busy)
+    if (prefixes := prefix_table(status)) is not None:
+        yield Text()
+        yield prefixes
+
+
+def _stage_table(status: ServerStatus, busy: dict[str, float]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("stage", "state", "layers", "engine"):
         table.add_column(name)
@@ -84,23 +105,23 @@ def render_status(status: ServerStatus, busy: dict[str, float] | None = None) ->
         table.add_column(name, justify="right")
     table.add_column("last error")
     for stage in status.stages:
-        table.add_row(*map(Text, _cells(stage, (busy or {}).get(stage.name))))
-    return Group(line, Text(), table) if status.stages else line
+        table.add_row(*map(Text, _cells(stage, busy.get(stage.name))))
+    return table
 
 
 def _cells(stage: StageStatus, busy: float | None) -> tuple[str, ...]:
     state = "ready" if stage.ready else f"not ready: {stage.reason}" if stage.reason else "not ready"
-    layers = "-" if stage.first_layer is None else f"[{stage.first_layer}, {_number(stage.last_layer)})"
+    layers = "-" if stage.first_layer is None else f"[{stage.first_layer}, {number(stage.last_layer)})"
     seconds = "-" if stage.busy_us is None else f"{stage.busy_us / 1e6:.1f} s"
     return (
         stage.name,
         state,
         layers,
         stage.engine or "-",
-        _number(stage.sessions),
+        number(stage.sessions),
         _kv(stage),
-        _number(stage.frames),
-        _number(stage.rows),
+        number(stage.frames),
+        number(stage.rows),
         seconds if busy is None else f"{busy:.0%}",
         "-" if stage.rss_bytes is None else f"{stage.rss_bytes / 2**20:,.0f} MiB",
         stage.last_error or "",
@@ -110,13 +131,7 @@ def _cells(stage: StageStatus, busy: float | None) -> tuple[str, ...]:
 def _kv(stage: StageStatus) -> str:
     if stage.kv_blocks is None:
         return "-"
-    used = stage.kv_blocks_used or 0
-    share = f" ({used / stage.kv_blocks:.0%})" if stage.kv_blocks else ""
-    return f"{used:,}/{stage.kv_blocks:,}{share}"
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
+    return part_of(stage.kv_blocks_used or 0, stage.kv_blocks)
 
 
 def _console() -> Console:

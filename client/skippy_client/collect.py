@@ -59,4 +59,6 @@ class Collector:
             num_output_tokens=self._output_tokens,
             seed=self._last.seed,
             timings=Timings(first - self._started, self._ended - self._started),
+            cached_tokens=self._last.cached_tokens,
+            cache_stats=self._last.cache_stats,
         )

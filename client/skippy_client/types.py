@@ -30,6 +30,8 @@ class GenerateOptions(TypedDict, total=False):
         seed: makes sampling repeatable; the one used is reported back.
         ignore_eos: go on past the end token, to ``max_tokens``.
         stop_words: texts that end the generation; they aren't part of the output.
+        prompt_cache_key: only requests with the same key share cached prefixes, and those without one
+            share among themselves.
         request_id: a name for the request, shown in the server's logs.
         timeout: seconds until GenerationTimeout; overrides the client's.
     """
@@ -44,6 +46,7 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None
     ignore_eos: bool | None
     stop_words: str | Sequence[str] | None
+    prompt_cache_key: str | None
     request_id: str | None
     timeout: float | None
 
@@ -52,7 +55,8 @@ class GenerateOptions(TypedDict, total=False):
 class Chunk:
     """One response of a stream. Text, tokens and ``num_output_tokens`` are what is new in it.
 
-    ``finish_reason`` is empty until the last chunk, then ``"stop"`` or ``"length"``.
+    ``finish_reason`` is empty until the last chunk, then ``"stop"`` or ``"length"``. ``cached_tokens`` and
+    ``cache_stats`` come with the last chunk too, 0 and None before; see Generation.
     """
 
     text: str
@@ -61,6 +65,8 @@ class Chunk:
     num_input_tokens: int
     num_output_tokens: int
     seed: int | None
+    cached_tokens: int = 0
+    cache_stats: Mapping[str, Any] | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,12 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A whole answer."""
+    """A whole answer.
+
+    ``cached_tokens`` of the prompt's tokens weren't computed again. ``cache_stats`` is the server's record
+    of what its prefix cache did for this request: ``status`` and ``hit_kind``, counts of tokens, times in
+    milliseconds. 0 and None come from a server without a prefix cache.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -82,6 +93,8 @@ class Generation:
     num_output_tokens: int
     seed: int | None
     timings: Timings
+    cached_tokens: int = 0
+    cache_stats: Mapping[str, Any] | None = field(default=None, hash=False)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -89,6 +102,45 @@ class Generation:
         decode_s = self.timings.total_s - self.timings.ttft_s
         measured = self.num_output_tokens > 1 and decode_s > 0
         return (self.num_output_tokens - 1) / decode_s if measured else None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStatus:
+    """What a stage keeps of prompts it has seen; None is what it didn't report.
+
+    Attributes:
+        payload: what is kept: ``resident-kv``, ``kv-recurrent``, ``full-state``, or ``off`` for nothing.
+        entries: pieces that are held: nodes of a tree of KV blocks, or states.
+        blocks: KV blocks that only the cache holds; sessions that need them get them.
+        tokens: tokens of all that is held.
+        bytes: memory of states, in bytes; KV blocks are not in it.
+        leases: running sessions that keep something from being removed.
+        lookups: sessions that asked, since the stage started like all that follow.
+        hits: lookups that found something; how much of it is restored is decided for all stages together.
+        restored_tokens: tokens that were not computed again.
+        recorded_tokens: tokens that were added.
+        evicted: entries that were removed to make room.
+        dropped: records that were left out or cut short, for lack of room.
+        activation_bytes: memory of kept hidden rows, in bytes.
+        activation_hits: first prefill chunks whose hidden rows were there already.
+        activation_misses: first prefill chunks whose hidden rows were not.
+    """
+
+    payload: str | None = None
+    entries: int | None = None
+    blocks: int | None = None
+    tokens: int | None = None
+    bytes: int | None = None
+    leases: int | None = None
+    lookups: int | None = None
+    hits: int | None = None
+    restored_tokens: int | None = None
+    recorded_tokens: int | None = None
+    evicted: int | None = None
+    dropped: int | None = None
+    activation_bytes: int | None = None
+    activation_hits: int | None = None
+    activation_misses: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +166,16 @@ class StageStatus:
     busy_us: int | None = None
     rss_bytes: int | None = None
     last_error: str | None = None
+    prefix: PrefixStatus | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """The server's own view of itself: ``reason`` says why it isn't ready."""
+    """The server's own view of itself: ``reason`` says why it isn't ready.
+
+    ``counters`` are totals since the server started, by the server's names; times in it are milliseconds.
+    """
 
     ready: bool
     reason: str
@@ -127,4 +183,5 @@ class ServerStatus:
     active: int | None
     waiting: int | None
     stages: tuple[StageStatus, ...]
+    counters: Mapping[str, float] = field(default_factory=dict, hash=False)
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -14,7 +14,7 @@ from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 from skippy_client import checks
 from skippy_client.error_mapping import error_of_message
 from skippy_client.errors import InvalidRequest, ServerFault
-from skippy_client.types import Chunk, GenerateOptions, ServerStatus, StageStatus
+from skippy_client.types import Chunk, GenerateOptions, PrefixStatus, ServerStatus, StageStatus
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
@@ -73,6 +73,8 @@ def build_request(model: str, prompt: str | None, **options: Unpack[GenerateOpti
         words = [stop_words] if isinstance(stop_words, str) else checks.items("stop_words", stop_words)
         if words:
             _add_texts(request, "stop_words", "stop_words", words)
+    if (key := options.get("prompt_cache_key")) is not None:
+        _add_texts(request, "prompt_cache_key", "prompt_cache_key", [key])
     _add(request, "stream", np.array([[True]]))
     return request
 
@@ -121,6 +123,7 @@ def parse_chunk(response: Any) -> Chunk:
         raise ServerFault(f"a response came without {missing}; is this model a Skippy orchestrator?")
     ids = result.as_numpy("output_ids")
     seed = _scalar(result, "seed")
+    cache_stats = _scalar(result, "cache_stats")
     return Chunk(
         text=_decoded("text_output", text),
         token_ids=() if ids is None else tuple(ids.ravel().tolist()),
@@ -128,6 +131,8 @@ def parse_chunk(response: Any) -> Chunk:
         num_input_tokens=int(_scalar(result, "num_input_tokens") or 0),
         num_output_tokens=int(_scalar(result, "num_output_tokens") or 0),
         seed=None if seed is None else int(seed),
+        cached_tokens=int(_scalar(result, "cached_tokens") or 0),
+        cache_stats=None if cache_stats is None else _object("cache_stats", cache_stats),
     )
 
 
@@ -136,6 +141,17 @@ def _decoded(name: str, text: bytes) -> str:
         return text.decode()
     except UnicodeDecodeError as error:
         raise ServerFault(f"{name} isn't UTF-8 at byte {error.start}") from error
+
+
+def _object(name: str, text: str | bytes) -> dict[str, Any]:
+    """The JSON object that an output is."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ServerFault(f"{name} isn't JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ServerFault(f"{name} isn't an object: {checks.shown(value)}")
+    return value
 
 
 def _scalar(result: InferResult, name: str) -> Any:
@@ -154,13 +170,8 @@ def parse_status_response(response: Any) -> ServerStatus:
 
 def parse_status(text: str | bytes) -> ServerStatus:
     """The status in the server's JSON; what is missing or of another type is None."""
-    try:
-        report = json.loads(text)
-    except ValueError as error:
-        raise ServerFault(f"status isn't JSON: {error}") from error
-    if not isinstance(report, dict):
-        raise ServerFault(f"status isn't an object: {checks.shown(report)}")
-    stages = report.get("stages")
+    report = _object("status", text)
+    stages, counters = report.get("stages"), report.get("counters")
     return ServerStatus(
         ready=report.get("ready") is True,
         reason=_text(report, "reason") or "",
@@ -170,6 +181,9 @@ def parse_status(text: str | bytes) -> ServerStatus:
         stages=tuple(_stage(stage) for stage in stages if isinstance(stage, dict))
         if isinstance(stages, list)
         else (),
+        counters={name: value for name, value in counters.items() if _is_number(value)}
+        if isinstance(counters, dict)
+        else {},
         raw=report,
     )
 
@@ -178,17 +192,30 @@ _STAGE_COUNTS: Final = (
     *("first_layer", "last_layer", "sessions", "frames", "rows", "busy_us", "rss_bytes"),
     *("kv_blocks", "kv_blocks_used", "kv_block_tokens"),
 )
+_PREFIX_COUNTS: Final = (
+    *("entries", "blocks", "tokens", "bytes", "leases", "lookups", "hits", "restored_tokens"),
+    *("recorded_tokens", "evicted", "dropped"),
+    *("activation_bytes", "activation_hits", "activation_misses"),
+)
 
 
 def _stage(report: dict[str, Any]) -> StageStatus:
+    prefix = report.get("prefix")
     return StageStatus(
         name=_text(report, "name") or "?",
         ready=report.get("ready") is True,
         reason=_text(report, "reason") or "",
         engine=_text(report, "engine"),
         last_error=_text(report, "last_error"),
+        prefix=_prefix(prefix) if isinstance(prefix, dict) else None,
         raw=report,
         **{name: _count(report, name) for name in _STAGE_COUNTS},
+    )
+
+
+def _prefix(report: dict[str, Any]) -> PrefixStatus:
+    return PrefixStatus(
+        payload=_text(report, "payload"), **{name: _count(report, name) for name in _PREFIX_COUNTS}
     )
 
 
@@ -200,3 +227,7 @@ def _text(report: dict[str, Any], name: str) -> str | None:
 def _count(report: dict[str, Any], name: str) -> int | None:
     value = report.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -19,7 +19,8 @@ class Script:
     """tokens: how many to stream; delay_s: before each; error: [code, message] after them, instead of an end;
     hang: say nothing until cancelled; finals: how many last responses; echo: the inputs as text;
     omit: outputs left out; gate: wait before every token but the first until a request with opens of that
-    name has come; together: [name, n], wait until n of that name run; text: of the tokens."""
+    name has come; together: [name, n], wait until n of that name run; text: of the tokens; cache: the
+    record of the prefix cache that comes with last responses, none by default."""
 
     def __init__(self, text):
         plan = json.loads(text) if text.startswith("{") else {}
@@ -34,6 +35,7 @@ class Script:
         self.opens = plan.get("opens")
         self.together = plan.get("together", ["", 0])
         self.text = plan.get("text")
+        self.cache = plan.get("cache")
 
 
 class TritonPythonModel:
@@ -61,7 +63,21 @@ class TritonPythonModel:
                 "model": "scripted",
                 "active": self.active,
                 "waiting": 0,
-                "stages": [{"name": "stage_0", "ready": True, "reason": "", "novelty": 1}],
+                "stages": [
+                    {
+                        "name": "stage_0",
+                        "ready": True,
+                        "reason": "",
+                        "novelty": 1,
+                        "prefix": {"payload": "resident-kv", "blocks": 12, "lookups": 4, "hits": 3},
+                    }
+                ],
+                "counters": {
+                    "prefix_queries": 4,
+                    "prefix_hits": 3,
+                    "cached_tokens": 90,
+                    "prompt_tokens": 200,
+                },
                 "cancelled": self.cancelled,
             }
         return pb_utils.Tensor("status", np.array([[json.dumps(report).encode()]], dtype=np.object_))
@@ -163,6 +179,10 @@ def response(text, ids, reason, script):
         "num_output_tokens": np.array([[len(ids)]], dtype=np.int32),
         "seed": np.array([[2**64 - 1]], dtype=np.uint64),
     }
+    if reason and script.cache is not None:
+        cached = script.cache["cached_prompt_tokens"]
+        outputs["cached_tokens"] = np.array([[cached]], dtype=np.int32)
+        outputs["cache_stats"] = np.array([[json.dumps(script.cache).encode()]], dtype=np.object_)
     return pb_utils.InferenceResponse(
         [pb_utils.Tensor(name, value) for name, value in outputs.items() if name not in script.omit]
     )

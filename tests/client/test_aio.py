@@ -68,6 +68,21 @@ def test_stream_comes_in_pieces(url: str) -> None:
     run(url, body)
 
 
+def test_cache_key_and_record(url: str) -> None:
+    stats = {"status": "hit", "hit_kind": "chain_exact_replay", "cached_prompt_tokens": 6}
+
+    async def body(client: AsyncSkippyClient) -> None:
+        stream = client.stream(script(tokens=2, echo=True, cache=stats), prompt_cache_key="mine")
+        assert [(chunk.cached_tokens, chunk.cache_stats) async for chunk in stream] == [(0, None), (6, stats)]
+        result = await stream.result()
+        assert (result.cached_tokens, result.cache_stats) == (6, stats)
+        assert json.loads(result.text)["prompt_cache_key"] == ["object", [1, 1], ["mine"]]
+        older = await client.generate(script(tokens=2))
+        assert (older.cached_tokens, older.cache_stats) == (0, None)
+
+    run(url, body)
+
+
 def test_64_at_once_on_one_connection(url: str) -> None:
     async def body(client: AsyncSkippyClient) -> None:
         results = await asyncio.gather(

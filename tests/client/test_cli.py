@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -11,10 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from rich.console import Console
-from skippy_client import SkippyClient, wire
+from skippy_client import SkippyClient
 from skippy_client.cli import app
-from skippy_client.cli_status import busy_shares, render_status
 from typer.testing import CliRunner
 
 from tests.client.waiting import LIMIT_S, wait_for
@@ -43,56 +40,12 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def status_text(report: dict[str, object]) -> str:
-    console = Console(width=160, file=io.StringIO())
-    with console.capture() as shown:
-        console.print(render_status(wire.parse_status(json.dumps(report))))
-    return shown.get()
-
-
 def test_help_teaches_with_examples() -> None:
     for command in ([], ["generate"], ["chat"], ["status"]):
         result = RUNNER.invoke(app, [*command, "--help"], env={"COLUMNS": "120"})
         assert result.exit_code == 0
         assert "Examples" in result.output
         assert "skippy " in result.output
-
-
-def test_status_table() -> None:
-    stage = {
-        "name": "skippy_stage_0",
-        "ready": False,
-        "reason": "gone [since] noon",
-        "engine": "torch",
-        "first_layer": 0,
-        "last_layer": 15,
-        "kv_blocks": 200,
-        "kv_blocks_used": 50,
-        "busy_us": 1_500_000,
-        "rss_bytes": 512 * 2**20,
-        "last_error": "broke",
-    }
-    text = status_text({"ready": False, "reason": "lost it", "model": "m", "active": 2, "stages": [stage]})
-    for shown in (
-        "not ready",
-        "lost it",
-        "active 2",
-        "waiting -",
-        "[0, 15)",
-        "50/200 (25%)",
-        "1.5 s",
-        "512 MiB",
-    ):
-        assert shown in text
-    assert "gone [since] noon" in text, "a server's text is not markup"
-
-
-def test_busy_share_is_the_stage_time_between_two_looks() -> None:
-    def at(busy: int) -> object:
-        return wire.parse_status(json.dumps({"stages": [{"name": "a", "busy_us": busy}, {"name": "b"}]}))
-
-    assert busy_shares(at(1_000_000), at(1_250_000), 0.5) == {"a": 0.5}  # type: ignore[arg-type]
-    assert busy_shares(at(1_000_000), at(3), 0.5) == {}, "a stage that started anew"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +73,7 @@ def test_generate(url: str) -> None:
     assert result.stdout == "t0 t1 t2 \n"
     assert "7 tokens in, 3 out" in result.stderr
     assert "finish_reason length" in result.stderr
+    assert "cache" not in result.stderr, "a server without a prefix cache"
 
 
 @pytest.mark.triton
@@ -150,6 +104,48 @@ def test_generate_json_and_options(url: str) -> None:
 
 
 @pytest.mark.triton
+def test_cache_key_and_record(url: str) -> None:
+    stats = {"status": "hit", "hit_kind": "chain_prefix", "cached_prompt_tokens": 5}
+    plan = json.dumps({"echo": True, "cache": stats})
+    arguments = ["generate", plan, "--url", url, "--json", "--cache-key", "mine"]
+    answer = json.loads(RUNNER.invoke(app, arguments).stdout)
+    assert (answer["cached_tokens"], answer["cache_stats"]) == (5, stats)
+    assert json.loads(answer["text"])["prompt_cache_key"][2] == ["mine"]
+    older = json.loads(RUNNER.invoke(app, ["generate", "x", "--url", url, "--json"]).stdout)
+    assert (older["cached_tokens"], older["cache_stats"]) == (0, None)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("stats", "shown", "ends"),
+    [
+        (
+            {"status": "hit", "hit_kind": "chain_prefix", "cached_prompt_tokens": 5},
+            "7 tokens in (5 cached), ",
+            ", cache hit chain_prefix\n",
+        ),
+        (
+            {"status": "miss", "hit_kind": None, "cached_prompt_tokens": 0},
+            "7 tokens in (0 cached), ",
+            ", cache miss\n",
+        ),
+        ({"cached_prompt_tokens": 0}, "7 tokens in (0 cached), ", ", cache ?\n"),
+    ],
+)
+def test_stats_tell_of_the_cache(url: str, stats: dict[str, object], shown: str, ends: str) -> None:
+    result = RUNNER.invoke(app, ["generate", json.dumps({"cache": stats}), "--url", url, "--stats"])
+    assert shown in result.stderr
+    assert result.stderr.endswith(ends)
+
+
+@pytest.mark.triton
+def test_chat_has_one_cache_key(url: str) -> None:
+    result = RUNNER.invoke(app, ["chat", "--url", url, "--cache-key", "mine"], input="one\ntwo\n")
+    keys = [json.loads(line)["prompt_cache_key"][2] for line in result.stdout.splitlines()]
+    assert keys == [["mine"], ["mine"]]
+
+
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("code", "status"), [("INVALID_ARG", 2), ("UNAVAILABLE", 3), ("CANCELLED", 130), ("INTERNAL", 1)]
 )
@@ -170,6 +166,8 @@ def test_status(url: str) -> None:
     result = RUNNER.invoke(app, ["status", "--url", url])
     assert result.exit_code == 0
     assert "stage_0" in result.stdout
+    assert "cached 90/200 (45%) prompt tokens" in result.stdout
+    assert "3/4 (75%)" in result.stdout
     result = RUNNER.invoke(app, ["status", "--url", url, "--json"])
     assert json.loads(result.stdout)["stages"][0]["novelty"] == 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from skippy_client import Chunk, ServerFault
 from skippy_client.collect import Collector
@@ -25,6 +27,16 @@ def test_sum_and_times() -> None:
         "a chunk without tokens isn't the first"
     )
     assert result.tokens_per_s == 1.0
+    assert (result.cached_tokens, result.cache_stats) == (0, None)
+
+
+def test_cache_record_is_the_last_chunk_s() -> None:
+    stats = {"status": "hit", "hit_kind": "chain_prefix"}
+    collector = Collector(0.0)
+    collector.add(chunk("a", (1,)), 1.0)
+    collector.add(replace(chunk("b", (2,), "stop"), cached_tokens=5, cache_stats=stats), 2.0)
+    result = collector.result()
+    assert (result.cached_tokens, result.cache_stats) == (5, stats)
 
 
 def test_answer_without_tokens() -> None:

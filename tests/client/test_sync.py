@@ -15,6 +15,7 @@ from skippy_client import (
     GenerationCancelled,
     GenerationTimeout,
     InvalidRequest,
+    PrefixStatus,
     ServerFault,
     ServerUnavailable,
     SkippyClient,
@@ -64,15 +65,27 @@ def test_inputs_arrive_as_sent(client: SkippyClient) -> None:
         "seed": 2**64 - 1,
         "ignore_eos": True,
         "stop_words": ["a", "é"],
+        "prompt_cache_key": "né",
     }
     seen = json.loads(client.generate(script(echo=True), **options).text)
     assert seen.pop("text_input") == ["object", [1, 1], [script(echo=True)]]
     assert seen.pop("stream") == ["bool", [1, 1], [True]]
     assert seen.pop("stop_words") == ["object", [1, 2], ["a", "é"]]
+    assert seen.pop("prompt_cache_key") == ["object", [1, 1], ["né"]]
     kinds = {"seed": "uint64", "ignore_eos": "bool", "max_tokens": "int32", "top_k": "int32"}
     for name in seen:
         assert seen[name] == [kinds.get(name, "float32"), [1, 1], [options[name]]]
-    assert sorted(seen) == sorted(options.keys() - {"stop_words"})
+    assert sorted(seen) == sorted(options.keys() - {"stop_words", "prompt_cache_key"})
+
+
+def test_cache_record_comes_with_the_last_chunk(client: SkippyClient) -> None:
+    stats = {"status": "hit", "hit_kind": "chain_prefix", "cached_prompt_tokens": 5, "restore_ms": 0.5}
+    stream = client.stream(script(tokens=2, cache=stats))
+    assert [(chunk.cached_tokens, chunk.cache_stats) for chunk in stream] == [(0, None), (5, stats)]
+    result = stream.result()
+    assert (result.cached_tokens, result.cache_stats) == (5, stats)
+    older = client.generate(script(tokens=2))
+    assert (older.cached_tokens, older.cache_stats) == (0, None)
 
 
 def test_ids_and_messages(client: SkippyClient) -> None:
@@ -207,7 +220,12 @@ def test_broken_protocol(client: SkippyClient, plan: dict[str, Any], message: st
 def test_status(client: SkippyClient) -> None:
     status = client.status()
     assert (status.ready, status.model) == (True, "scripted")
-    assert [stage.name for stage in status.stages] == ["stage_0"]
+    (stage,) = status.stages
+    assert (stage.name, stage.prefix) == (
+        "stage_0",
+        PrefixStatus(payload="resident-kv", blocks=12, lookups=4, hits=3),
+    )
+    assert status.counters["cached_tokens"] == 90
     assert client.wait_ready().ready
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, fields
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from skippy_client import (
     GenerationCancelled,
     GenerationTimeout,
     InvalidRequest,
+    PrefixStatus,
     ServerFault,
     ServerUnavailable,
     SkippyError,
@@ -21,36 +23,8 @@ from skippy_client import (
 )
 from skippy_stage.errors import ErrorCode
 from tritonclient.grpc import service_pb2
-from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor, triton_to_np_dtype
 
-
-def tensors_of(request: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Tensors of a request as a server reads them."""
-    found = {}
-    for tensor, content in zip(request.inputs, request.raw_input_contents, strict=True):
-        if tensor.datatype == "BYTES":
-            value = deserialize_bytes_tensor(content)
-        else:
-            value = np.frombuffer(content, dtype=triton_to_np_dtype(tensor.datatype))
-        found[tensor.name] = value.reshape(tuple(tensor.shape))
-    return found
-
-
-def response(**outputs: Any) -> Any:
-    """A stream response with these outputs."""
-    message = service_pb2.ModelStreamInferResponse()
-    for name, value in outputs.items():
-        array = np.array([value if isinstance(value, list) else [value]])
-        texts = array.dtype.kind in "SUO"
-        if texts:
-            array = np.array([[value]], dtype=np.object_)
-        kind = "BYTES" if texts else {"seed": "UINT64"}.get(name, "INT32")
-        message.infer_response.outputs.add(name=name, datatype=kind, shape=array.shape)
-        content = (
-            serialize_byte_tensor(array).item() if texts else array.astype(triton_to_np_dtype(kind)).tobytes()
-        )
-        message.infer_response.raw_output_contents.append(content)
-    return message
+from tests.client.tensors import response, tensors_of
 
 
 def test_request_has_only_what_was_given() -> None:
@@ -75,6 +49,7 @@ def test_request_types_and_shapes() -> None:
         seed=2**64 - 1,
         ignore_eos=False,
         stop_words=["a", "b\x00é"],
+        prompt_cache_key="né",
         request_id="mine",
         timeout=3,
     )
@@ -91,10 +66,12 @@ def test_request_types_and_shapes() -> None:
         "seed": ("UINT64", [1, 1]),
         "ignore_eos": ("BOOL", [1, 1]),
         "stop_words": ("BYTES", [1, 2]),
+        "prompt_cache_key": ("BYTES", [1, 1]),
         "stream": ("BOOL", [1, 1]),
     }
     assert tensors["seed"].tolist() == [[2**64 - 1]]
     assert tensors["stop_words"].tolist() == [[b"a", "b\x00é".encode()]]
+    assert tensors["prompt_cache_key"].tolist() == [["né".encode()]]
     assert tensors["max_tokens"].tolist() == [[0]]
     assert np.isnan(tensors["min_p"]).all(), "ranges with a meaning are the server's to judge"
 
@@ -133,6 +110,8 @@ def test_one_stop_word_is_not_a_list_of_characters() -> None:
         ({"input_ids": "12"}, "input_ids: got '12', expected a list"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages: not valid Unicode"),
         ({"prompt": "x", "stop_words": [3]}, "stop_words: got 3"),
+        ({"prompt": "x", "prompt_cache_key": b"k"}, "prompt_cache_key: got b'k', expected text"),
+        ({"prompt": "x", "prompt_cache_key": "\ud800"}, "prompt_cache_key: not valid Unicode"),
         ({"prompt": "x", "temprature": 1}, "temprature: no such option"),
         ({"prompt": "\ud800"}, "prompt: not valid Unicode at character 0"),
         ({"prompt": 3}, "prompt: got 3"),
@@ -166,6 +145,23 @@ def test_chunk() -> None:
 def test_chunk_with_the_least_outputs() -> None:
     chunk = wire.parse_chunk(response(text_output=b"", finish_reason=b""))
     assert (chunk.text, chunk.token_ids, chunk.num_output_tokens, chunk.seed) == ("", (), 0, None)
+    assert (chunk.cached_tokens, chunk.cache_stats) == (0, None), "a server without a prefix cache"
+
+
+def test_chunk_with_the_cache_record() -> None:
+    stats = {"status": "hit", "hit_kind": "chain_prefix", "restore_ms": 0.25, "novelty": [None]}
+    outputs = {"text_output": b"", "finish_reason": b"stop", "cached_tokens": 96}
+    chunk = wire.parse_chunk(response(**outputs, cache_stats=json.dumps(stats)))
+    assert (chunk.cached_tokens, chunk.cache_stats) == (96, stats)
+    assert hash(chunk) == hash(wire.parse_chunk(response(**outputs))), "a record doesn't make it unhashable"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("", "isn't JSON"), ("{", "isn't JSON"), ("[1]", r"isn't an object: \[1\]")]
+)
+def test_cache_record_that_is_none(text: str, said: str) -> None:
+    with pytest.raises(ServerFault, match=f"cache_stats {said}"):
+        wire.parse_chunk(response(text_output=b"", finish_reason=b"stop", cache_stats=text))
 
 
 @pytest.mark.parametrize("missing", ["text_output", "finish_reason"])
@@ -208,6 +204,31 @@ def test_status_takes_what_it_knows() -> None:
     )
     assert status.raw == report
     assert stage.raw["x"] == 1
+
+
+def test_status_of_the_prefix_cache() -> None:
+    kept = {"payload": "resident-kv", "blocks": 12, "hits": 3, "lookups": "some", "novelty": 1}
+    report = {
+        "counters": {"prefix_hits": 3, "credit_wait_ms": 1.5, "integrity": "fine", "odd": True},
+        "stages": [{"name": "a", "prefix": kept}, {"name": "b", "prefix": []}, {"name": "c"}],
+    }
+    status = wire.parse_status(json.dumps(report))
+    assert status.counters == {"prefix_hits": 3, "credit_wait_ms": 1.5}
+    assert [stage.prefix for stage in status.stages] == [
+        PrefixStatus(payload="resident-kv", blocks=12, hits=3),
+        None,
+        None,
+    ]
+    assert wire.parse_status('{"counters": [1]}').counters == {}
+    assert wire.parse_status("{}").counters == {}
+
+
+def test_status_takes_every_number_of_a_stage_prefix_cache() -> None:
+    counts = [field.name for field in fields(PrefixStatus) if field.name != "payload"]
+    kept = {"payload": "off", **{name: index for index, name in enumerate(counts)}}
+    (stage,) = wire.parse_status(json.dumps({"stages": [{"name": "a", "prefix": kept}]})).stages
+    assert stage.prefix is not None
+    assert asdict(stage.prefix) == kept
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "3"])
