@@ -102,6 +102,8 @@ class GenerationRequest:
     stop_words: tuple[str, ...] = ()
     cache_key: str = ""
     """Who shares cached prefixes: requests with an equal key. Trimmed; empty is those without one."""
+    chat_prefix: int = 0
+    """Tokens of the prompt that a conversation's next turn will begin with too; 0 where that is not known."""
     seeded: bool = True
     """Whether the client gave the seed; False when it was drawn here, and so will not come again."""
 
@@ -121,11 +123,14 @@ def parse_request(
     sampling: SamplingSection,
     context_tokens: int,
     draw_seed: Callable[[], int],
+    *,
+    finds_chat_prefix: bool = False,
 ) -> GenerationRequest:
     """Check a request.
 
     ``inputs`` are Triton's tensors by name, ``[1, n]`` or ``[n]``, strings as object arrays of bytes. Raises
     InvalidArgument with field, value and limit. ``draw_seed`` is called when the request has no seed.
+    ``finds_chat_prefix``: conversations are tokenized a second time, to know what their next turn will share.
     """
     check_parameters(parameters)
     # The cheap checks come first: a prompt may take a second to tokenize.
@@ -142,6 +147,9 @@ def parse_request(
             f"{len(prompt)} tokens",
             f"at most {context_tokens - 1}: the context is {context_tokens} tokens, and one must be left to generate",
         )
+    chat_prefix = 0
+    if finds_chat_prefix and field == "messages":
+        chat_prefix = text.chat_prefix(_text(field, _one(inputs, field), limits.max_text_bytes), prompt)
     return GenerationRequest(
         prompt=prompt,
         max_tokens=min(max_tokens, room),
@@ -150,6 +158,7 @@ def parse_request(
         ignore_eos=ignore_eos,
         stop_words=stop_words,
         cache_key=cache_key,
+        chat_prefix=chat_prefix,
         seeded="seed" in inputs,
     )
 

@@ -87,6 +87,7 @@ class Service:
         self._text = text
         self._context_tokens = context_tokens
         self._transports = list(transports)
+        self._finds_chat_prefix = False
         self._drain_file = drain_file
         self._clock = clock
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -136,6 +137,7 @@ class Service:
             self._settings.sampling,
             self._context_tokens,
             lambda: secrets.randbits(64),
+            finds_chat_prefix=self._finds_chat_prefix,
         )
 
     def new_session(self) -> int:
@@ -328,6 +330,7 @@ class Service:
         settings = self._settings
         budget = KvBudget.of_tightest([(stage.kv_blocks, stage.kv_block_tokens) for stage in stages])
         self._pids = [stage.pid for stage in stages]
+        facts = StageFacts.of(stages)
         self._core = Core(
             len(stages),
             budget,
@@ -335,11 +338,10 @@ class Service:
             settings.scheduler,
             settings.prefill,
             settings.limits,
-            PrefixCache(
-                settings.prefix_cache, self._text.identity, StageFacts.of(stages), self._history.prefixes
-            ),
+            PrefixCache(settings.prefix_cache, self._text.identity, facts, self._history.prefixes),
             self._history,
         )
+        self._finds_chat_prefix = facts.exact
         incarnation = secrets.randbits(63)
         self._pipeline = Pipeline(
             self._transports, incarnation, settings.scheduler.frames_per_link, self._events.put, self._clock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import secrets
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -64,7 +65,9 @@ def load_test(
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of each answer; the end token is ignored.")
     ] = 64,
-    prompt: Annotated[str | None, typer.Option(help="The prompt of every request.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="The prompt of every request; the prefix cache serves it.")
+    ] = None,
     prompt_words: Annotated[
         int, typer.Option(min=1, help="Words of the prompts made up without --prompt; no two start alike.")
     ] = 32,
@@ -97,13 +100,20 @@ def load_test(
             analyzer = find_analyzer(libraries)
             with target(url, model, deployment if start else None, stages) as (url, model):
                 warm_up(url, model)
+                name = secrets.token_hex(4)
                 loads = [
                     Load(
                         url=url,
                         model=model,
                         concurrency=level,
                         requests=max(level, requests or max(8, 2 * level)),
-                        inputs=make_inputs(level, prompt, prompt_words, max_tokens),
+                        inputs=make_inputs(
+                            f"{name}.{level}",
+                            prompt,
+                            prompt_words,
+                            max_tokens,
+                            max(level, requests or max(8, 2 * level)),
+                        ),
                         timeout_s=timeout,
                     )
                     for level in levels
@@ -166,17 +176,19 @@ def parse_levels(text: str) -> list[int]:
     return levels if last == first else [*levels, last]
 
 
-def make_inputs(level: int, prompt: str | None, words: int, max_tokens: int) -> list[dict[str, Any]]:
+def make_inputs(
+    name: str, prompt: str | None, words: int, max_tokens: int, count: int
+) -> list[dict[str, Any]]:
     """The requests that perf_analyzer takes in turn.
 
-    Made-up prompts differ from their first word on, between levels too: a prefix cache, where there is
-    one, would otherwise serve what is to be measured.
+    Made-up prompts differ from their first word on, between levels and runs too (``name`` is theirs): the
+    prefix cache would otherwise serve what is to be measured. A given prompt is the same every time.
     """
     if prompt is not None:
         texts = [prompt]
     else:
         pool = itertools.cycle(TEXT.split())
-        texts = [f"{level}.{index}: {' '.join(itertools.islice(pool, words))}" for index in range(64)]
+        texts = [f"{name}.{index}: {' '.join(itertools.islice(pool, words))}" for index in range(count)]
     return [
         {"text_input": text, "max_tokens": max_tokens, "ignore_eos": True, "stream": True} for text in texts
     ]

@@ -69,9 +69,12 @@ def test_levels_that_are_none(text: str) -> None:
 
 
 def test_prompts_differ_from_the_start() -> None:
-    inputs = [entry["text_input"] for level in (1, 16) for entry in make_inputs(level, None, 8, 5)]
+    inputs = [
+        entry["text_input"] for level in ("r.1", "r.16") for entry in make_inputs(level, None, 8, 5, 99)
+    ]
+    assert len(inputs) == 198
     assert len({text.split()[0] for text in inputs}) == len(inputs)
-    assert as_input(make_inputs(1, "p", 8, 5)[0]) == {
+    assert as_input(make_inputs("r.1", "p", 8, 5, 99)[0]) == {
         "text_input": ["p"],
         "max_tokens": [5],
         "ignore_eos": [True],

@@ -42,7 +42,7 @@ class StageFacts:
             hidden_size=stages[0].hidden_size,
             identity="|".join(stage.identity for stage in stages),
             stores="off" not in payloads,
-            exact=payloads != {"resident-kv"},
+            exact=bool(payloads - {"resident-kv", "off"}),
         )
 
 
@@ -99,6 +99,7 @@ class PrefixCache:
             records=True,
             record_output=section.record_output,
             exact=facts.exact,
+            chat_prefix=request.chat_prefix,
             min_tokens=section.min_tokens,
             stride_tokens=section.stride_tokens,
             record_limit=section.record_limit,

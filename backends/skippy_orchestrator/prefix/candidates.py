@@ -7,7 +7,6 @@ of them choose. All lengths are in tokens from the start of the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 _BUDGET_FROM_CONTEXT: Final = 8192
@@ -71,22 +70,14 @@ def shared_checkpoint(tokens: int, min_tokens: int, stride: int) -> int | None:
     return length if 0 < length < tokens else None
 
 
-def chat_prefix_length(prefill: Sequence[int], chat_prefix: Sequence[int]) -> int:
-    """The length of ``chat_prefix`` where it is a beginning of the prefill, otherwise 0.
-
-    It is the part of a conversation that its next turn is expected to begin with (spec 3.4).
-    """
-    length = len(chat_prefix)
-    return length if length <= len(prefill) and list(prefill[:length]) == list(chat_prefix) else 0
-
-
 def exact_boundary(
     n_prefill: int, restored: int, min_tokens: int, stride: int, chat_prefix: int = 0
 ) -> int | None:
     """The one boundary of the spec at which a chunk has to end, or None (spec 3.4).
 
-    Asked for models with exact states only. ``n_prefill`` is ``P = n_prompt - 1``, ``chat_prefix`` what
-    ``chat_prefix_length`` gives. A boundary lies strictly between what was restored and the end.
+    Asked for models with exact states only. ``n_prefill`` is ``P = n_prompt - 1``, ``chat_prefix`` the length of
+    the conversation that its next turn will begin with, 0 where that is not known. A boundary lies strictly
+    between what was restored and the end.
     """
     shared = shared_checkpoint(n_prefill, min_tokens, stride)
     for length in (shared, chat_prefix):
@@ -100,7 +91,8 @@ def exact_boundaries(
 ) -> tuple[int, ...]:
     """All lengths strictly inside the prefill at which a chunk ends and the exact state is recorded, ascending.
 
-    The boundary of the spec, and every length to record (at most ``limit`` of them, the end included) that the
+    The boundary of the spec, the end of a conversation whose next turn will begin with it even where the spec
+    prefers the shared checkpoint, and every length to record (at most ``limit`` of them, the end included) that the
     spec would take from a finished prefill: a recurrent state can't be cut back, so the only time to save it is
     when the prefill is just there.
     """
@@ -109,4 +101,6 @@ def exact_boundaries(
     boundary = exact_boundary(n_prefill, restored, min_tokens, stride, chat_prefix)
     if boundary is not None:
         inside.add(boundary)
+    if restored < chat_prefix < n_prefill:
+        inside.add(chat_prefix)
     return tuple(sorted(inside))

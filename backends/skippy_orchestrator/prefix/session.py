@@ -48,6 +48,8 @@ class PrefixTerms:
     record_output: bool = False
     exact: bool = False
     """A stage holds states that can't be cut: only whole recorded lengths can be restored."""
+    chat_prefix: int = 0
+    """Prompt tokens that the next turn of the conversation will begin with too."""
     min_tokens: int = 1
     stride_tokens: int = 1
     record_limit: int = 0
@@ -125,7 +127,8 @@ class SessionPrefix:
         if self._terms.exact and self._terms.records:
             terms, last = self._terms, len(self._prompt) - 1
             inner = exact_boundaries(
-                last, self.plan.length, terms.min_tokens, terms.stride_tokens, terms.record_limit
+                *(last, self.plan.length, terms.min_tokens, terms.stride_tokens, terms.record_limit),
+                chat_prefix=terms.chat_prefix,
             )
             # The same prompt again restores up to its last token, so that state is worth a chunk's end too.
             self._boundaries = (*inner, last)

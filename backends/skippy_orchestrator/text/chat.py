@@ -34,11 +34,14 @@ class ChatTemplate:
             raise SkippyError(f"chat template: {error}") from None
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
-    def render(self, messages: list[Message]) -> str:
-        """The prompt's text, ready for the assistant's turn; raises InvalidArgument when the template refuses."""
+    def render(self, messages: list[Message], *, to_answer: bool = True) -> str:
+        """The prompt's text, ready for the assistant's turn unless ``to_answer`` is False.
+
+        Raises InvalidArgument when the template refuses.
+        """
         plain = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            return self._template.render(messages=plain, add_generation_prompt=True, **self._tokens)
+            return self._template.render(messages=plain, add_generation_prompt=to_answer, **self._tokens)
         except Exception as error:  # a template can fail in any way on messages it wasn't written for
             raise InvalidArgument(
                 "messages", _roles(messages), f"what the chat template takes: {error}"

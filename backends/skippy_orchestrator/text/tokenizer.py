@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +69,18 @@ class TextModel:
                 "messages", messages, "text_input or input_ids: this model has no chat template"
             )
         return self._encode(self._template.render(conversation), add_special_tokens=False)
+
+    def chat_prefix(self, messages: str, tokens: Sequence[int]) -> int:
+        """How many of a conversation's ``tokens`` its next turn will begin with too (spec 3.4); 0 if unknown.
+
+        That is the conversation without what asks for the answer, where those are a beginning of the tokens.
+        ``messages`` are those that ``encode_chat`` made the tokens from.
+        """
+        if self._template is None:
+            return 0
+        text = self._template.render(parse_messages(messages), to_answer=False)
+        prefix = self._encode(text, add_special_tokens=False)
+        return len(prefix) if prefix == list(tokens[: len(prefix)]) else 0
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # A batch of one: encode() holds the GIL, for seconds where the text is long.

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from skippy_orchestrator.prefix.candidates import (
-    chat_prefix_length,
     exact_boundaries,
     exact_boundary,
     lookup_lengths,
@@ -168,26 +167,16 @@ def test_shared_checkpoint(tokens: int, minimum: int, stride: int, expected: int
 
 
 @pytest.mark.parametrize(
-    ("prefill", "prefix", "length"),
-    [
-        ((1, 2, 3), (1, 2), 2),
-        ((1, 2, 3), [1, 2, 3], 3),
-        ((1, 2, 3), (1, 2, 3, 4), 0),
-        ((1, 2, 3), (2,), 0),
-        ((1, 2, 3), (), 0),
-    ],
-)
-def test_a_chat_prefix_has_to_be_a_beginning(
-    prefill: tuple[int, ...], prefix: tuple[int, ...], length: int
-) -> None:
-    assert chat_prefix_length(prefill, prefix) == length
-
-
-@pytest.mark.parametrize(
     ("n_prefill", "restored", "chat", "boundary", "boundaries"),
     [
         (1401, 0, 0, 1152, (1152, 1344)),  # near tail 1344 of the grid of 64
-        (1401, 0, 700, 1152, (1152, 1344)),  # the shared checkpoint goes first
+        (
+            1401,
+            0,
+            700,
+            1152,
+            (700, 1152, 1344),
+        ),  # the shared checkpoint goes first, the chat is worth one too
         (1401, 1152, 1300, 1300, (1300, 1344)),
         (1401, 1152, 0, None, (1344,)),
         (1401, 1344, 1401, None, ()),  # a boundary is strictly inside
@@ -216,5 +205,5 @@ def test_boundaries_are_inside_and_hold_the_one_of_the_spec(
     valid = [length for length in (shared, chat) if length and restored < length < n_prefill]
     assert exact_boundary(n_prefill, restored, minimum, stride, chat) == (valid[0] if valid else None)
     recorded = oracle_record(n_prefill, minimum, stride, limit, 0)
-    expected = {*valid[:1], *(length for length in recorded if restored < length < n_prefill)}
+    expected = {*valid, *(length for length in recorded if restored < length < n_prefill)}
     assert list(found) == sorted(expected)

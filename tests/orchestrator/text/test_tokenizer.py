@@ -70,6 +70,16 @@ def test_chat_follows_the_models_template(smollm2: TextModel) -> None:
     assert tokens == smollm2.encode(expected)
 
 
+def test_what_the_next_turn_of_a_chat_begins_with(smollm2: TextModel) -> None:
+    first = '[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]'
+    tokens = smollm2.encode_chat(first)
+    shared = smollm2.chat_prefix(first, tokens)
+    assert tokens[shared:] == smollm2.encode("<|im_start|>assistant\n")
+    turn = first[:-1] + ', {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"}]'
+    assert smollm2.encode_chat(turn)[:shared] == tokens[:shared]
+    assert smollm2.chat_prefix(first, [5, *tokens]) == 0, "not a beginning of these tokens"
+
+
 @pytest.mark.parametrize(
     "messages",
     [
