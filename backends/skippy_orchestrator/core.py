@@ -165,7 +165,8 @@ class Core:
         at_stage_0 = self._number - self._left_first
         if at_stage_0 >= self._frames_per_link or len(self._in_flight) >= self._max_frames:
             return None
-        picks = self._scheduler.pick(sum(frame.decodes for frame in self._in_flight.values()), now)
+        decode_frames = sum(frame.decodes for frame in self._in_flight.values())
+        picks = self._scheduler.pick(decode_frames, now, queues=at_stage_0 > 0)
         # The first frame leaves at once, with nothing in it: it frees what an older incarnation left on the stages.
         if self._announced and not (picks or self._ended or self._closing):
             return None

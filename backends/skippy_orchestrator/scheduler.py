@@ -1,8 +1,8 @@
 """The scheduler: which steps of which sessions make the next frame. Pure policy.
 
 * Decode rows come first, so running streams never wait for a prompt. While any session decodes, no frame
-  carries more than ``prefill_rows_while_decoding`` prefill rows, so the time between two tokens stays bounded
-  by what those rows take.
+  carries more than ``prefill_rows_while_decoding`` prefill rows, and none without decode rows queues at stage 0:
+  a token waits for one such frame at most, and the time between two tokens stays bounded by what its rows take.
 * Prompts take turns chunk by chunk: a short one is not stuck behind a long one.
 * Probes have no rows and go with the next frame.
 * Decoding sessions are spread over as many groups as there are stages, each in a frame of its own, so all
@@ -52,9 +52,12 @@ class Scheduler:
         """Frames over which decoding sessions are spread."""
         return max(1, min(self._stages, len(self._decoding) // self._settings.min_group_rows))
 
-    def pick(self, decode_frames: int, now: float) -> list[tuple[Session, SessionStep]]:
+    def pick(
+        self, decode_frames: int, now: float, *, queues: bool = False
+    ) -> list[tuple[Session, SessionStep]]:
         """Choose the steps of the next frame, ``decode_frames`` with decode rows being in flight.
 
+        ``queues``: the frame would queue behind another one at stage 0.
         The caller dispatches every step it is given; sessions are taken off the ready list here.
         """
         room = self._settings.max_frame_rows
@@ -62,7 +65,7 @@ class Scheduler:
         room -= len(picks)
         bound = self._settings.prefill_rows_while_decoding
         if bound and self._decoding:
-            room = min(room, bound)
+            room = 0 if queues and not picks else min(room, bound)
         for session in list(self._prefilling.values()):
             step = session.next_step(room, now)
             if step is None:

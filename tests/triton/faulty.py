@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from skippy_stage.engines.base import Batch, BatchOutput, EngineInfo, KvUsage
+from skippy_stage.engines.base import Batch, BatchOutput, EngineInfo, ExactState, KvUsage, PrefixBlocks
 from skippy_stage.engines.torch_engine import TorchEngine
 from skippy_stage.settings import StageSettings
 
@@ -27,6 +27,14 @@ class FaultyEngine:
     @property
     def info(self) -> EngineInfo:
         return self._engine.info
+
+    @property
+    def prefix_blocks(self) -> PrefixBlocks | None:
+        return self._engine.prefix_blocks
+
+    @property
+    def exact_state(self) -> ExactState | None:
+        return self._engine.exact_state
 
     def open(self, sequence: int, max_tokens: int) -> None:
         self._engine.open(sequence, max_tokens)

@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -140,13 +141,13 @@ class ResidentPrefixes:
         for node in nodes:
             if self._nodes.get(node.block) is not node or not self._blocks.holds(node.block):
                 raise AssertionError(f"block {node.block} is not held, or not for one node")
-        ends = [lease.path[-1] for lease in self._leases.values()]
+        ends = Counter(id(lease.path[-1]) for lease in self._leases.values())
         for node in nodes:
-            if node.pins != sum(end is node for end in ends):
+            if node.pins != ends[id(node)]:
                 raise AssertionError(f"block {node.block} has {node.pins} pins")
             if bool(node.stamp) != (not node.pins and not node.children):
                 raise AssertionError(f"block {node.block} is on offer although it is needed, or is not")
-        if sum(node.pins for node in nodes) != len(ends):
+        if sum(node.pins for node in nodes) != len(self._leases):
             raise AssertionError("a lease is on a node that is gone")
 
     def _use(self, namespace: str, tokens: Tokens) -> Match:
@@ -185,7 +186,7 @@ class ResidentPrefixes:
         node, size = match.parent, self._tree.block_tokens
         start = node.end
         own = self._blocks.blocks(session)[start // size]
-        outgrown = _outgrown(match, own)
+        outgrown = _outgrown(match)
         end = start + self._room(match, len(path) - start, outgrown)
         if end <= match.length:
             return 0
@@ -214,7 +215,6 @@ class ResidentPrefixes:
         if not self._max_tokens:
             return wanted
         most = self._max_tokens + (len(outgrown.tokens) if outgrown else 0)
-        wanted = min(wanted, self._max_tokens - match.parent.end)
         kept = match.path[-1] if match.path else match.parent
         self._pin(kept)
         while self._tree.tokens + wanted > most and (leaf := self._queue.pop()) is not None:
@@ -235,12 +235,9 @@ class ResidentPrefixes:
         self._offer(parent)
 
 
-def _outgrown(match: Match, own: int) -> Node | None:
-    """The node that is of no use once the path is there: its tokens are all the path's, and no lease is on it.
-
-    If its block is ``own``, the session's, it will hold the path's tokens itself.
-    """
+def _outgrown(match: Match) -> Node | None:
+    """The node that is of no use once the path is there: its tokens are all the path's, and no lease ends in it."""
     last = match.path[-1] if match.path else match.parent
-    if last is match.parent or last.end > match.length or (last.pins and last.block != own):
+    if last is match.parent or last.end > match.length or last.pins:
         return None
     return last

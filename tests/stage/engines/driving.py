@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from skippy_stage.engines.base import Batch, BatchOutput, SequenceRows, StageEngine
+import pytest
+from skippy_stage.engines.base import Batch, BatchOutput, ExactState, PrefixBlocks, SequenceRows, StageEngine
 
 Tokens = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
@@ -75,12 +76,46 @@ class Chain:
             self.close(*sequences)
             self.check_empty()
 
+    def blocks(self) -> list[PrefixBlocks]:
+        """Every stage's blocks, to be shared; skips the test for an engine that shares none."""
+        blocks = [stage.prefix_blocks for stage in self.stages]
+        if None in blocks:
+            pytest.skip("this engine has no blocks to share")
+        return blocks  # type: ignore[return-value]
+
+    def states(self) -> list[ExactState]:
+        """Every stage's states as bytes; skips the test for an engine that exports none."""
+        states = [stage.exact_state for stage in self.stages]
+        if None in states:
+            pytest.skip("this engine exports no states")
+        return states  # type: ignore[return-value]
+
+    @contextmanager
+    def recorded(self, sequence: int, length: int) -> Iterator[list[list[int]]]:
+        """The first ``length`` positions of a sequence are held inside, by these blocks of each stage."""
+        every = self.blocks()
+        held = [blocks.hold(sequence, 0, -(-length // blocks.block_tokens)) for blocks in every]
+        try:
+            yield held
+        finally:
+            for blocks, own in zip(every, held, strict=True):
+                for block in own:
+                    if blocks.holds(block):
+                        blocks.drop(block)
+
+    def adopt(self, sequence: int, held: list[list[int]], length: int) -> None:
+        """Let an empty sequence start with ``length`` recorded positions."""
+        for blocks, own in zip(self.blocks(), held, strict=True):
+            blocks.adopt(sequence, own[: -(-length // blocks.block_tokens)], length)
+        for stage in self.stages:
+            stage.check_integrity()
+
     def check_empty(self) -> None:
         """Nothing is held any more."""
         for stage in self.stages:
             stage.check_integrity()
-            assert stage.usage().blocks_used == 0
-            assert stage.usage().cached == {}
+            usage = stage.usage()
+            assert (usage.blocks_used, usage.blocks_prefix, usage.cached) == (0, 0, {})
 
     def shutdown(self) -> None:
         for stage in self.stages:

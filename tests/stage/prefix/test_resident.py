@@ -153,6 +153,25 @@ def test_only_what_is_missing_is_evicted_and_the_oldest_first() -> None:
     stage.check_empty()
 
 
+def test_a_use_renews_what_it_finds() -> None:
+    """A probe does, and a record of what is there; what is found then counts for more than before."""
+    stage = Resident(blocks=7)
+    stage.made(1, A[:4])
+    stage.made(2, range(51, 55))
+    stage.made(3, range(61, 69))
+    stage.made(4, A[:4])
+    stage.store.reclaim(1)
+    assert [stage.longest(tokens) for tokens in (A, range(51, 55), range(61, 69))] == [4, 0, 8]
+    stage = Resident(blocks=7)
+    stage.made(1, A[:4])
+    stage.made(2, range(51, 55))
+    stage.made(3, range(61, 69))
+    stage.store.reclaim(1)
+    assert stage.longest(range(51, 55)) == 4
+    stage.store.reclaim(1)
+    assert [stage.longest(tokens) for tokens in (A, range(51, 55), range(61, 69))] == [0, 4, 4]
+
+
 def test_of_what_was_used_at_the_same_time_the_cheaper_goes_first() -> None:
     """Later blocks attend to more; blocks filled in part give less back."""
     stage = Resident(blocks=7)
@@ -168,6 +187,24 @@ def test_of_what_was_used_at_the_same_time_the_cheaper_goes_first() -> None:
         assert gone in left()
         stage.store.reclaim(1)
         assert gone not in left()
+
+
+def test_what_a_session_holds_goes_last() -> None:
+    """It would free nothing, however old it is."""
+    stage = Resident(blocks=4)
+    stage.run(1, A[:4])
+    stage.store.record(1, "", A[:4])
+    stage.made(2, range(51, 63))
+    stage.store.reclaim(2)
+    assert stage.longest(A) == 4
+    assert stage.longest(range(51, 63)) == 4
+    stage.store.reclaim(1)
+    assert stage.longest(A) == 4
+    stage.store.reclaim(1)
+    assert stage.longest(A) == 0
+    assert stage.blocks.blocks_free == 3
+    stage.close(1)
+    stage.check_empty()
 
 
 def test_leases_keep_what_they_cover() -> None:
@@ -306,6 +343,17 @@ def test_a_bound_on_recorded_tokens() -> None:
     assert stage.store.status().tokens == 10
     assert stage.longest(A) == 0
     stage.store.release(9)
+    stage.check_empty()
+
+
+def test_a_bound_takes_nothing_from_the_path_that_is_recorded() -> None:
+    stage = Resident(max_tokens=7)
+    stage.made(1, A[:6])
+    assert stage.made(2, (*A[:5], 99)) == 0
+    assert stage.longest(A) == 6
+    assert stage.made(3, A[:7]) == 1, "what takes the place of the shorter end needs no more than it does"
+    assert stage.store.status().tokens == 7
+    assert (stage.store.status().evicted, stage.store.status().dropped) == (0, 1)
     stage.check_empty()
 
 
