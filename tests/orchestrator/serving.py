@@ -1,4 +1,4 @@
-"""A service over stages in this process: their faults come on order, its time can be made to pass."""
+"""A service over stages in this process, with clients; its time can be made to pass."""
 
 from __future__ import annotations
 
@@ -8,27 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
-import numpy as np
 from skippy_orchestrator.deployment import (
     LimitsSection,
     OrchestratorSettings,
     PrefillSection,
+    PrefixCacheSection,
     SchedulerSection,
 )
-from skippy_orchestrator.pipeline.link import Pending
-from skippy_orchestrator.pipeline.local import LocalTransport
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.sending import Span
 from skippy_orchestrator.service import Service
 from skippy_orchestrator.text.tokenizer import TextModel
-from skippy_stage.engines.base import Batch
-from skippy_stage.errors import StageFault
-from skippy_stage.protocol import FrameHeader, FrameResult, SamplingParams, StageStatus
-from skippy_stage.runtime import StageRuntime
+from skippy_stage.protocol import SamplingParams
 from tokenizers import Tokenizer, models
 
-from tests.scripted import VOCAB, ScriptedEngine, cut
+from tests.orchestrator.faulty_stage import FaultyStage
+from tests.scripted import VOCAB, cut
 
 GENEROUS_S = 30.0
 LIMITS = {
@@ -94,111 +89,6 @@ class Client:
         wait_until(lambda: len(self.tokens) >= count, f"{count} tokens have come")
 
 
-class _Answer:
-    """A frame with a stage that may die before it answers."""
-
-    def __init__(self, stage: FaultyStage, pending: Pending) -> None:
-        self._stage = stage
-        self._pending = pending
-
-    def wait(self) -> tuple[FrameResult, Any]:
-        result, hidden = self._pending.wait()
-        if self._stage.gone:
-            self._stage.released.wait()
-        if self._stage.garbled:
-            result = msgspec.structs.replace(result, statuses=())
-        return result, hidden
-
-
-class FaultyStage:
-    """A transport to a stage in this process that can break in every way a real one can."""
-
-    def __init__(self, index: int, build: Callable[[], ScriptedEngine]) -> None:
-        self.name = f"stage_{index}"
-        self.pid = 100
-        self.gone = False
-        self.garbled = False
-        self.broken = ""
-        self.deaf = threading.Event()
-        self.is_asked = threading.Event()
-        """It was asked for its status while deaf."""
-        self.engine_is_stuck = threading.Event()
-        self.released = threading.Event()
-        """What hangs may return."""
-        self.may_revive = threading.Event()
-        self.index = index
-        self._build = build
-        self._starting = threading.Lock()
-        self._closed = False
-        self._start()
-
-    def _start(self) -> None:
-        self.engine = self._build()
-        self.local = LocalTransport(self.name, StageRuntime(self.engine, self.name, self.index))
-
-    def hang(self) -> None:
-        """The engine stops in its next batch until ``released``."""
-
-        def fault(batch: Batch) -> None:
-            self.engine_is_stuck.set()
-            self.released.wait()
-
-        self.engine.fault = fault
-
-    def restart(self) -> None:
-        """A fresh process in its place."""
-        self.local.close()
-        self._start()
-        self.pid += 1
-
-    def cached(self) -> list[int]:
-        """Positions that the stage holds of every session, while it works."""
-        while True:
-            try:
-                return list(self.engine.usage().cached.values())
-            except RuntimeError:  # a session came or went meanwhile
-                continue
-
-    def heal(self) -> None:
-        self.broken, self.garbled, self.engine.fault = "", False, None
-        self.deaf.clear()
-        self.released.set()
-        self.may_revive.set()
-
-    def send(self, header: FrameHeader, tokens: np.ndarray[Any, Any], hidden: Any) -> Pending:
-        if self.gone:
-            raise StageFault(self.name, "its process has ended")
-        if self.broken:
-            raise StageFault(self.name, self.broken)
-        return _Answer(self, self.local.send(header, tokens, hidden))
-
-    def status(self, *, check_integrity: bool = False) -> StageStatus:
-        assert not self.gone, "a stage that is gone was asked"
-        if self.broken:
-            raise StageFault(self.name, self.broken)
-        if self.deaf.is_set():
-            self.is_asked.set()
-            self.released.wait()
-        return msgspec.structs.replace(self.local.status(check_integrity=check_integrity), pid=self.pid)
-
-    def is_gone(self) -> bool:
-        return self.gone
-
-    def revive(self) -> None:
-        self.may_revive.wait()
-        with self._starting:
-            if self._closed:
-                raise StageFault(self.name, "is closed")
-            self.restart()
-        self.gone = False
-
-    def close(self) -> None:
-        with self._starting:
-            self._closed = True
-        self.heal()
-        self.local.close()
-
-
 class Serving:
     """A service, its stages and its clients."""
 
@@ -208,20 +98,24 @@ class Serving:
         *,
         limits: dict[str, Any] | None = None,
         scheduler: SchedulerSection | None = None,
-        blocks: int = 65536,
+        prefix: PrefixCacheSection | None = None,
+        blocks: int = 4096,
+        block_tokens: int = 64,
         end_tokens: frozenset[int] = frozenset(),
         **options: Any,
     ) -> None:
         self._ahead = 0.0
+        sizes = {"blocks": blocks, "block_tokens": block_tokens}
         self.stages = [
-            FaultyStage(i, lambda i=i: cut(stages, blocks=blocks)[i])  # type: ignore[misc]
+            FaultyStage(i, lambda i=i: cut(stages, **sizes)[i], prefix is not None)  # type: ignore[misc]
             for i in range(stages)
         ]
         settings = OrchestratorSettings(
             model="scripted",
             stages=tuple(stage.name for stage in self.stages),
             scheduler=scheduler or SchedulerSection(min_group_rows=2),
-            prefill=PrefillSection(chunk_tokens=8),
+            prefill=PrefillSection(policy="fixed", chunk_tokens=8),
+            prefix_cache=prefix or PrefixCacheSection(),
             limits=LimitsSection(**{**LIMITS, **(limits or {})}),
         )
         self.service = Service(

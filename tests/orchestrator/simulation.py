@@ -1,7 +1,7 @@
 """A whole deployment in one process, in virtual time: the core, the frames' way, and stage runtimes.
 
-Every frame that a stage executes takes a millisecond. No thread and no clock: ``advance(stage)`` lets one stage execute one frame, so a test (or hypothesis)
-decides in which order everything happens.
+Every frame that a stage executes takes a millisecond. No thread and no clock: ``advance(stage)`` lets one stage
+execute one frame, so a test (or hypothesis) decides in which order everything happens.
 """
 
 from __future__ import annotations

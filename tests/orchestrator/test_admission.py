@@ -8,28 +8,29 @@ from hypothesis import strategies as st
 from skippy_orchestrator.admission import Admission
 from skippy_orchestrator.core import Core
 from skippy_orchestrator.deployment import LimitsSection, PrefillSection, SchedulerSection
+from skippy_orchestrator.history import History
 from skippy_orchestrator.kv_budget import KvBudget
-from skippy_orchestrator.prefill import FixedChunks
+from skippy_orchestrator.prefix.cache import PrefixCache, StageFacts
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.sessions import Session
 from skippy_stage.errors import InvalidArgument, Unavailable
-from skippy_stage.protocol import SamplingParams
 
-from tests.orchestrator.simulation import TokenText
+from tests.orchestrator.making import a_request, fixed
+from tests.orchestrator.simulation import OFF, TokenText
 
 
 def request(positions: int) -> GenerationRequest:
-    return GenerationRequest(prompt=(1,), max_tokens=positions - 1, sampling=SamplingParams())
+    return a_request([1], positions - 1)
 
 
 def session(name: int, positions: int = 4) -> Session:
-    return Session(name, request(positions), TokenText(), frozenset(), FixedChunks(8), 1)
+    return Session(name, request(positions), TokenText(), frozenset(), fixed(8))
 
 
 def admission(
-    blocks: int = 100, max_sessions: int = 2, max_queue: int = 2, timeout_s: float = 5.0
+    blocks: int = 100, max_sessions: int = 2, max_queue: int = 2, timeout_s: float = 5.0, block: int = 4
 ) -> Admission:
-    return Admission(KvBudget(blocks, 4), max_sessions, max_queue, timeout_s)
+    return Admission(KvBudget(blocks, block), max_sessions, max_queue, timeout_s)
 
 
 def names(sessions: list[Session]) -> list[int]:
@@ -117,6 +118,7 @@ def test_withdrawal() -> None:
 
 @pytest.mark.parametrize("way", ["cancel", "timeout"])
 def test_when_the_head_of_the_queue_gives_up_who_fits_runs_at_once(way: str) -> None:
+    history = History.of(OFF)
     core = Core(
         1,
         KvBudget(10, 4),
@@ -124,17 +126,78 @@ def test_when_the_head_of_the_queue_gives_up_who_fits_runs_at_once(way: str) -> 
         SchedulerSection(),
         PrefillSection(),
         LimitsSection(queue_timeout_s=5.0),
+        PrefixCache(OFF, "test", StageFacts(), history.prefixes),
+        history,
     )
     core.submit(1, request(24), TokenText(), 0.0)
     core.submit(2, request(40), TokenText(), 0.0)
     core.submit(3, request(8), TokenText(), 3.0)
     assert (core.active, core.waiting) == (1, 2)
     if way == "cancel":
-        core.cancel(2)
+        core.cancel(2, 4.0)
     else:
         core.tick(5.0)
     assert (core.active, core.waiting) == (2, 0)
     core.check_integrity()
+
+
+# What the spec says by example (12.13).
+
+
+@pytest.mark.parametrize(("new", "running", "waiting"), [(3, 2, 1), (2, 2, 0)])
+def test_more_new_sessions_than_places(new: int, running: int, waiting: int) -> None:
+    """Two places: of three new sessions one waits, or is refused where none may wait; two run."""
+    a = admission(max_sessions=2)
+    for name in range(new):
+        a.submit(session(name), 0.0)
+    assert a.waiting == waiting
+    a.check_integrity(set(range(running)))
+    strict = admission(max_sessions=2, max_queue=0)
+    for name in range(running):
+        assert names(strict.submit(session(name), 0.0)) == [name]
+    if new > running:
+        with pytest.raises(Unavailable):
+            strict.submit(session(running), 0.0)
+    strict.check_integrity(set(range(running)))
+
+
+def test_a_full_queue_refuses_at_once() -> None:
+    """Capacity 1, one waits, another comes."""
+    a = admission(max_sessions=1, max_queue=1)
+    a.submit(session(1), 0.0)
+    a.submit(session(2), 0.0)
+    with pytest.raises(Unavailable, match=r"^generation queue is full \(1 waiting\), retry later$"):
+        a.submit(session(3), 0.0)
+    assert a.waiting == 1, "who waits already keeps its place"
+
+
+def test_a_place_that_becomes_free_goes_to_who_comes_next() -> None:
+    """Both places are used and a third is refused; after the first has ended the next one gets its place."""
+    a = admission(max_sessions=2, max_queue=0)
+    first = session(1)
+    a.submit(first, 0.0)
+    a.submit(session(2), 0.0)
+    with pytest.raises(Unavailable):
+        a.submit(session(3), 0.0)
+    a.release(first)
+    assert names(a.submit(session(4), 0.0)) == [4]
+    a.check_integrity({2, 4})
+
+
+def test_a_session_that_is_refused_leaves_its_place_free() -> None:
+    a = admission(blocks=4, max_sessions=1, max_queue=0)
+    with pytest.raises(InvalidArgument):
+        a.submit(session(1, 17), 0.0)
+    assert names(a.submit(session(2, 16), 0.0)) == [2]
+
+
+def test_the_kv_pool_bounds_who_runs_where_there_are_places_left() -> None:
+    """A pool of 131,072 tokens: 32 sessions of 4,096 run, and not one more token."""
+    a = admission(blocks=8192, max_sessions=64, max_queue=64, block=16)
+    for name in range(32):
+        assert names(a.submit(session(name, 4096), 0.0)) == [name]
+    assert names(a.submit(session(32, 2), 0.0)) == []
+    a.check_integrity(set(range(32)))
 
 
 @given(st.data())

@@ -14,15 +14,20 @@ from tests.orchestrator.simulation import Simulation
 from tests.scripted import cut, reference
 
 
+def chunks_of(tokens: int, credits: int = 3) -> PrefillSection:
+    return PrefillSection(policy="fixed", chunk_tokens=tokens, credits=credits)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3, 6])
 @pytest.mark.parametrize("credits", [0, 1, 3])
 def test_tokens_equal_the_reference_for_every_cut(stages: int, credits: int) -> None:
-    sim = Simulation(stages, prefill=PrefillSection(chunk_tokens=4, credits=credits))
+    sim = Simulation(stages, prefill=chunks_of(4, credits))
     prompt = list(range(1, 23))
     seen = sim.submit(1, prompt, 15)
     sim.check_empty()
     assert seen.tokens == reference(prompt, 15)
     assert seen.finish_reason == "length"
+    assert sim.history.counters.prefill_chunks == 6
 
 
 def test_one_token_prompt_and_one_token_answer() -> None:
@@ -78,7 +83,8 @@ def test_sessions_share_frames_and_all_stages_work_at_once() -> None:
 
 
 def test_a_long_prompt_does_not_hold_up_running_streams() -> None:
-    sim = Simulation(2, scheduler=SchedulerSection(max_frame_rows=64), prefill=PrefillSection(chunk_tokens=8))
+    scheduler = SchedulerSection(max_frame_rows=64, prefill_rows_while_decoding=8)
+    sim = Simulation(2, scheduler=scheduler, prefill=chunks_of(8))
     running = sim.submit(1, [1, 2], 60)
     while len(running.tokens) < 3:
         sim.advance(0)
@@ -93,11 +99,11 @@ def test_a_long_prompt_does_not_hold_up_running_streams() -> None:
     ]
     assert len(mixed) >= 24
     for header in mixed:
-        assert sum(rows_of(s) for s in header.steps if isinstance(s, PrefillStep)) <= 9
+        assert sum(rows_of(s) for s in header.steps if isinstance(s, PrefillStep)) <= 8
 
 
 def test_short_prompts_overtake_a_long_one() -> None:
-    sim = Simulation(2, scheduler=SchedulerSection(max_frame_rows=8), prefill=PrefillSection(chunk_tokens=8))
+    sim = Simulation(2, scheduler=SchedulerSection(max_frame_rows=8), prefill=chunks_of(8))
     long = sim.submit(1, list(range(1, 240)), 1)
     short = sim.submit(2, [3, 4, 5], 1)
     while not short.ended:
@@ -107,7 +113,7 @@ def test_short_prompts_overtake_a_long_one() -> None:
 
 
 def test_frame_budget_is_never_exceeded() -> None:
-    sim = Simulation(3, scheduler=SchedulerSection(max_frame_rows=10), prefill=PrefillSection(chunk_tokens=7))
+    sim = Simulation(3, scheduler=SchedulerSection(max_frame_rows=10), prefill=chunks_of(7))
     for session in range(20):
         sim.submit(session, list(range(1, 30)), 9)
     sim.check_empty()
@@ -158,7 +164,7 @@ def test_the_first_frame_leaves_at_once_and_tells_every_stage_of_the_incarnation
 
 @pytest.mark.parametrize("progress", range(12))
 def test_cancel_at_any_moment_frees_every_stage_in_the_next_frame(progress: int) -> None:
-    sim = Simulation(2, prefill=PrefillSection(chunk_tokens=4))
+    sim = Simulation(2, prefill=chunks_of(4))
     seen = sim.submit(1, list(range(1, 14)), 10)
     other = sim.submit(2, [7, 7], 10)
     for i in range(progress):
@@ -212,7 +218,7 @@ def test_pipeline_failure_ends_every_session_once() -> None:
     sim = Simulation(scheduler=SchedulerSection(max_sessions=2))
     seen = [sim.submit(i, [1, 2], 10) for i in range(3)]
     sim.advance(0)
-    sim.core.fail_all(SkippyError("stage_1: gone"), Unavailable("lost stage_1"))
+    sim.core.fail_all(SkippyError("stage_1: gone"), 1.0, Unavailable("lost stage_1"))
     sim.pump()
     assert [type(s.error) for s in seen] == [SkippyError, SkippyError, Unavailable]
     assert sim.core.active == sim.core.waiting == 0
@@ -231,8 +237,20 @@ def test_any_order_of_events_gives_the_reference_and_leaves_nothing(data: st.Dat
             max_sessions=draw(st.integers(1, 6)),
             frames_per_link=draw(st.integers(1, 3)),
             min_group_rows=draw(st.integers(1, 4)),
+            prefill_rows_while_decoding=draw(st.integers(0, 9)),
         ),
-        prefill=PrefillSection(chunk_tokens=draw(st.integers(1, 9)), credits=draw(st.integers(0, 3))),
+        prefill=draw(
+            st.builds(chunks_of, st.integers(1, 9), st.integers(0, 3))
+            | st.builds(
+                PrefillSection,
+                chunk_tokens=st.integers(1, 9),
+                adaptive_start=st.integers(1, 3),
+                adaptive_step=st.integers(1, 3),
+                adaptive_max=st.integers(3, 9),
+                adaptive_target_ms=st.sampled_from([0.5, 2.0, 100.0]),
+                credits=st.integers(0, 3),
+            )
+        ),
         limits=LimitsSection(max_queue=3, queue_timeout_s=1000),
         blocks=draw(st.integers(12, 40)),
         end_tokens=end,

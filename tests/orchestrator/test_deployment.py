@@ -22,6 +22,7 @@ from skippy_orchestrator.deployment import (
     load_deployment,
     parse_deployment,
 )
+from skippy_orchestrator.prefill import PrefillPolicy
 from skippy_stage.settings import SettingsError, from_parameters, to_parameters
 
 SECTIONS = {
@@ -134,6 +135,23 @@ def test_unknown_keys_are_refused_by_name(section: str) -> None:
         ("[scheduler]\nmax_frame_rows = 2049", r"<= 2048 - at `\$\.scheduler\.max_frame_rows`"),
         ("[prefill]\ncredits = 65", r"<= 64 - at `\$\.prefill\.credits`"),
         ("[scheduler]\nprefill_rows_while_decoding = -1", r">= 0 - at `\$\.scheduler\.prefill_rows_"),
+        (
+            '[prefill]\npolicy = "greedy"',
+            r"policy: got 'greedy', expected fixed, schedule or .*`\$\.prefill`",
+        ),
+        ('[prefill]\npolicy = ""', r"policy: got '', expected .* - at `\$\.prefill`"),
+        ('[prefill]\npolicy = "schedule"', r"schedule: got '', expected at least 1 size.*`\$\.prefill`"),
+        ('[prefill]\nschedule = "64,,128"', r"schedule: got '' in '64,,128', expected.*`\$\.prefill`"),
+        ('[prefill]\nschedule = "64, 0"', r"schedule: got '0' in '64, 0', expected.*`\$\.prefill`"),
+        ('[prefill]\nschedule = "64x"', r"schedule: got '64x' in '64x', expected.*`\$\.prefill`"),
+        (
+            "[prefill]\nadaptive_start = 385",
+            r"adaptive_start: got 385, expected at most adaptive_max, 384 - at `\$\.prefill`",
+        ),
+        (
+            "[prefill]\nadaptive_max = 127",
+            r"adaptive_start: got 128, expected at most adaptive_max, 127 - at `\$\.prefill`",
+        ),
         ("[prefill]\nadaptive_target_ms = inf", r"adaptive_target_ms: got inf, expected a finite number"),
         ('[prefix_cache]\nmode = "exact"', r"'exact' - at `\$\.prefix_cache\.mode`"),
         ('[prefix_cache]\npayload = "off"', r"'off' - at `\$\.prefix_cache\.payload`"),
@@ -186,14 +204,40 @@ def test_a_context_beyond_the_models_own_is_refused() -> None:
         effective_context(65, 64)
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "sizes"),
+    [
+        ('policy = "fixed"\nadaptive_max = 127', "fixed", ()),
+        ('policy = " Schedule "\nschedule = " 64 ,128"', "schedule", (64, 128)),
+        ('policy = "adaptive"\nadaptive_start = 384', "adaptive-ramp", ()),
+        ("adaptive_start = 1\nadaptive_step = 2048\nadaptive_max = 1", "adaptive-ramp", ()),
+        ('policy = "fixed"\nschedule = "999999999999999999"', "schedule", (10**18 - 1,)),
+    ],
+)
+def test_what_fits_together_is_taken_as_it_is_written(text: str, name: str, sizes: tuple[int, ...]) -> None:
+    policy = PrefillPolicy.of(parse_deployment(f"[prefill]\n{text}").prefill)
+    assert (policy.name, policy.sizes) == (name, sizes)
+
+
 seconds = st.floats(0.001, 1e6)
+sizes = st.lists(st.integers(1, 10**18 - 1), min_size=1).map(lambda some: ", ".join(map(str, some)))
+chunking = st.builds(
+    PrefillSection,
+    policy=st.sampled_from(["fixed", "adaptive", " Adaptive-Ramp "]),
+    schedule=st.just("") | sizes,
+    chunk_tokens=st.integers(1, 2048),
+    adaptive_start=st.integers(1, 384),
+    adaptive_max=st.integers(384, 2048),
+    adaptive_target_ms=st.floats(0.001, 1e6),
+    credits=st.integers(0, 64),
+) | st.builds(PrefillSection, policy=st.just("schedule"), schedule=sizes)
 settings = st.builds(
     OrchestratorSettings,
     model=st.text(min_size=1),
     context_tokens=st.integers(0, 2**40),
     stages=st.lists(st.text(min_size=1), min_size=1).map(tuple),
     scheduler=st.builds(SchedulerSection, max_frame_rows=st.integers(1, 2048)),
-    prefill=st.builds(PrefillSection, credits=st.integers(0, 64), schedule=st.text()),
+    prefill=chunking,
     prefix_cache=st.builds(
         PrefixCacheSection,
         mode=st.sampled_from(["disabled", "record", "lookup-record"]),
@@ -219,6 +263,9 @@ def test_settings_survive_the_way_through_parameters(expected: OrchestratorSetti
         ({"stages": "[]"}, r"length >= 1 - at `\$\.stages`"),
         ({"stages": "skippy"}, r"`\$\.stages`"),
         ({"limits": '{"max_queue": -1}'}, r">= 0 - at `\$\.limits\.max_queue`"),
+        ({"prefill": '{"schedule": "64,"}'}, r"schedule: got '' in '64,', expected .* - at `\$\.prefill`"),
+        ({"prefill": '{"policy": "x"}'}, r"policy: got 'x', expected fixed.* - at `\$\.prefill`"),
+        ({"prefix_cache": '{"mode": "exact"}'}, r"'exact' - at `\$\.prefix_cache\.mode`"),
         ({"scheduler": '{"speed": 1}'}, r"unknown field `speed` - at `\$\.scheduler`"),
         ({"context_tokens": "many"}, r"`\$\.context_tokens`"),
     ],

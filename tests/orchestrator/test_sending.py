@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from skippy_orchestrator.prefix.outcome import CacheStats, CacheStatus
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.sending import OutputStream, Senders, Span, merge, span_of
 from skippy_orchestrator.sessions import Commit
@@ -69,6 +70,19 @@ def test_spans_merge_in_order() -> None:
     assert merge([A, B, LAST]) == Span((1, 2, 3, 4), "abcd", "length")
     error = Cancelled("x")
     assert merge([A, Span(error=error)]).error is error
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_what_the_caches_did_comes_with_the_last_span_however_spans_merge(streaming: bool) -> None:
+    cache = CacheStats(status=CacheStatus.HIT, cached_prompt_tokens=7)
+    last = span_of(Commit(1, (4,), "d", "length", cache))
+    assert last.cache is cache
+    assert span_of(Commit(1, (4,), "d")).cache is None
+    stream = OutputStream(request(streaming), Client())
+    for span in (A, B, last):
+        stream.add(span)
+    assert stream.take() == Span((1, 2, 3, 4), "abcd", "length", cache=cache)
+    assert merge([A, Span(error=Cancelled("x"))]).cache is None
 
 
 def test_a_stream_is_scheduled_once_until_it_is_empty() -> None:

@@ -146,7 +146,7 @@ def test_waiting_requests_can_be_cancelled_expire_and_start_in_turn() -> None:
 
 
 def test_a_request_that_can_never_fit_is_the_clients_fault() -> None:
-    with serving(blocks=8) as s:
+    with serving(blocks=8, block_tokens=4) as s:
         assert "INVALID_ARG: max_tokens: got 30, expected" in s.submit([1, 2, 3], 30).finish()
         assert s.submit([1, 2, 3], 29).finish() == "length"
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from skippy_orchestrator.core import Core
 from skippy_orchestrator.deployment import SchedulerSection
+from skippy_stage.engines.base import Batch
 
-from tests.orchestrator.serving import Client, FaultyStage, Serving, serving, wait_until
+from tests.orchestrator.faulty_stage import FaultyStage
+from tests.orchestrator.serving import Client, Serving, serving, wait_until
 from tests.scripted import reference
 
 ONE_GROUP = SchedulerSection(max_sessions=3, min_group_rows=3)
@@ -157,6 +159,24 @@ def test_stop_while_a_stage_hangs_answers_everybody() -> None:
             assert client.finish() == "UNAVAILABLE: the server is shutting down"
 
 
+def test_a_panic_in_an_engine_is_the_error_of_who_ran_and_who_waits_is_served() -> None:
+    """A panicking operation while a request is queued (spec 12.13)."""
+
+    def fault(batch: Batch) -> None:
+        if any(rows.sequence == bad.session and rows.past >= 5 for rows in batch.sequences):
+            raise IndexError("worker panicked")
+
+    with serving(scheduler=SchedulerSection(max_sessions=1)) as s:
+        bad = Client()
+        s.stages[1].engine.fault = fault
+        s.submit([3, 4], 50_000, client=bad)
+        queued = s.submit([5], 20)
+        assert bad.finish() == "INTERNAL: stage_1: IndexError: worker panicked"
+        assert queued.finish() == "length"
+        assert queued.tokens == reference([5], 20)
+        s.wait_free()
+
+
 class Bug:
     """A method of the core that fails, the first ``times`` times after it was armed."""
 
@@ -180,7 +200,7 @@ class Bug:
 
 
 @pytest.mark.parametrize(
-    "method", ["next_frame", "frame_left_first_stage", "frame_done", "tick", "take_outputs", "cancel"]
+    "method", ["next_frame", "frame_left_stage", "frame_done", "tick", "take_outputs", "cancel"]
 )
 def test_a_bug_in_the_core_ends_its_sessions_and_serving_goes_on(
     monkeypatch: pytest.MonkeyPatch, method: str

@@ -7,13 +7,25 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from skippy_orchestrator.prefill import FixedChunks
-from skippy_orchestrator.requests import GenerationRequest
-from skippy_orchestrator.sessions import Commit, Phase, Session
-from skippy_stage.protocol import DecodeStep, OpenStep, PrefillStep, RowStep, SamplingParams
+from skippy_orchestrator.frames import StageReport
+from skippy_orchestrator.prefill import ComputeSample, PrefillStats
+from skippy_orchestrator.prefix.outcome import CacheStats, CacheStatus
+from skippy_orchestrator.prefix.session import OFF
+from skippy_orchestrator.sessions import Commit, Dispatched, Phase, Session, SessionStep
+from skippy_stage.protocol import (
+    DecodeStep,
+    OpenStep,
+    PrefillStep,
+    SamplingParams,
+    StepOk,
+    StopStep,
+)
+
+from tests.orchestrator.making import a_request, fixed
 
 END, STOP = 250, 99
 SAMPLING = SamplingParams(temperature=0.5, seed=4)
+REPORT = StageReport(rows=8, compute_us=1000, call_us=1000)
 
 
 class LetterText:
@@ -37,73 +49,137 @@ class LetterText:
 def session(
     prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 5, *, ignore_eos: bool = False, size: int = 8
 ) -> Session:
-    request = GenerationRequest(
-        prompt=tuple(prompt), max_tokens=max_tokens, sampling=SAMPLING, ignore_eos=ignore_eos
-    )
-    return Session(7, request, LetterText(), frozenset({END, END + 1}), FixedChunks(size), credits=2)
+    request = a_request(prompt, max_tokens, sampling=SAMPLING, ignore_eos=ignore_eos)
+    s = Session(7, request, LetterText(), frozenset({END, END + 1}), fixed(size))
+    s.begin(OFF, 1.0)
+    return s
 
 
-def dispatch(s: Session, room: int = 100) -> RowStep:
-    step = s.next_step(room)
+def dispatch(s: Session, room: int = 100) -> SessionStep:
+    step = s.next_step(room, 1.0)
     assert step is not None
-    s.dispatch(step)
+    s.dispatch(step, 1.0)
     return step
+
+
+def complete(s: Session, step: SessionStep, *tokens: int, now: float = 2.0) -> Commit | None:
+    """The step has gone all the way."""
+    if isinstance(step, PrefillStep):
+        s.left_stage(step, 0, REPORT)
+        s.credit_returned(now)
+    return s.complete(step, StepOk(tokens=tokens), now)
+
+
+def test_until_it_has_its_place_a_session_only_waits() -> None:
+    s = Session(7, a_request([1, 2, 3], 5), LetterText(), frozenset(), fixed(8))
+    assert s.phase is Phase.WAITING
+    assert s.next_step(100, 0.0) is None
+    assert (s.max_positions, s.steps_in_flight, s.on_stages, s.prefill) == (8, 0, False, None)
+    s.check_integrity()
+    s.begin(OFF, 1.0)
+    assert s.phase is Phase.PREFILL
+    assert dispatch(s) == PrefillStep(session=7, epoch=0, pos_start=0, rows=3, sample=True)
 
 
 def test_from_the_prompt_to_the_last_token() -> None:
     s = session([1, 2, 3], 2)
     assert (s.n_prompt, s.n_output, s.max_positions, s.on_stages) == (3, 0, 5, False)
-    prefill = s.next_step(100)
+    prefill = s.next_step(100, 1.0)
     assert prefill == PrefillStep(session=7, epoch=0, pos_start=0, rows=3, sample=True)
     assert s.phase is Phase.PREFILL
-    opening, tokens = s.dispatch(prefill)
-    assert opening == OpenStep(session=7, max_tokens=5, sampling=SAMPLING)
-    assert list(tokens) == [1, 2, 3]
+    opening = OpenStep(session=7, max_tokens=5, sampling=SAMPLING)
+    assert s.dispatch(prefill, 1.0) == Dispatched((opening,), [1, 2, 3], ())
     assert (s.phase, s.steps_in_flight, s.on_stages) == (Phase.DECODE, 1, True)
-    assert s.next_step(100) is None, "the first token is not known yet"
-    s.left_first_stage(prefill)
-    assert s.complete(prefill, [10]) == Commit(7, (10,), "")
-    decode = s.next_step(1)
+    assert s.next_step(100, 1.0) is None, "the first token is not known yet"
+    assert complete(s, prefill, 10, now=1.5) == Commit(7, (10,), "")
+    decode = s.next_step(1, 1.5)
     assert decode == DecodeStep(session=7, epoch=0, pos_start=3)
-    opening, tokens = s.dispatch(decode)
-    assert (opening, list(tokens)) == (None, [10])
-    s.left_first_stage(decode)
-    assert s.complete(decode, [11]) == Commit(7, (11,), "kl", "length")
-    assert (s.phase, s.n_output) == (Phase.ENDED, 2)
-    assert s.next_step(100) is None
+    assert s.dispatch(decode, 1.5) == Dispatched((), [10], ())
+    cache = CacheStats(
+        status=CacheStatus.DISABLED, suffix_prefill_tokens=2, prompt_ms=500.0, predicted_ms=250.0
+    )
+    assert complete(s, decode, 11, now=1.75) == Commit(7, (11,), "kl", "length", cache)
+    assert (s.phase, s.n_output, list(s.context)) == (Phase.ENDED, 2, [1, 2, 3, 10, 11])
+    assert s.next_step(100, 2.0) is None
+    assert s.closing() == (StopStep(session=7),)
     s.check_integrity()
 
 
 def test_a_prompt_in_chunks_opens_once_and_commits_after_the_last() -> None:
     s = session(range(1, 21))
-    first = s.next_step(100)
-    assert first is not None
-    opening, tokens = s.dispatch(first)
-    assert opening is not None
-    assert list(tokens) == list(range(1, 9))
-    second = s.next_step(100)
+    first = s.next_step(100, 1.0)
+    assert isinstance(first, PrefillStep)
+    sent = s.dispatch(first, 1.0)
+    assert len(sent.before) == 1
+    assert list(sent.tokens) == list(range(1, 9))
+    second = s.next_step(100, 1.0)
     assert second == PrefillStep(session=7, epoch=0, pos_start=8, rows=8)
-    opening, tokens = s.dispatch(second)
-    assert (opening, list(tokens)) == (None, list(range(9, 17)))
-    assert s.next_step(100) is None, "credits are out"
-    s.left_first_stage(first)
+    assert s.dispatch(second, 1.0) == Dispatched((), list(range(9, 17)), ())
+    assert s.next_step(100, 1.0) is None, "credits are out"
+    s.left_stage(first, 0, REPORT)
+    assert s.next_step(100, 1.0) is None, "it has not reached the second stage"
+    s.credit_returned(1.0)
     third = dispatch(s)
     assert third == PrefillStep(session=7, epoch=0, pos_start=16, rows=4, sample=True)
-    assert s.complete(first, []) is None
+    assert s.phase is Phase.DECODE
+    assert s.complete(first, StepOk(), 1.0) is None
     with pytest.raises(ValueError, match="session 7: result out of order"):
-        s.complete(third, [1])
-    s.left_first_stage(second)
-    assert s.complete(second, []) is None
-    s.left_first_stage(third)
-    assert s.complete(third, [1]) == Commit(7, (1,), "")
+        s.complete(third, StepOk(tokens=(1,)), 1.0)
+    assert complete(s, second) is None
+    assert complete(s, third, 1) == Commit(7, (1,), "")
     s.check_integrity()
 
 
 def test_no_room_is_no_step() -> None:
     s = session()
-    assert s.next_step(0) is None
-    s.complete(dispatch(s), [1])
-    assert s.next_step(0) is None
+    assert s.next_step(0, 1.0) is None
+    complete(s, dispatch(s), 1)
+    assert s.next_step(0, 1.0) is None
+
+
+def test_a_chunks_time_at_a_stage_is_its_share_of_the_frames_rows() -> None:
+    s = session(range(1, 21))
+    first = dispatch(s)
+    assert isinstance(first, PrefillStep)
+    assert s.prefill is not None
+    s.left_stage(first, 0, StageReport(rows=32, compute_us=8000, queue_us=700, call_us=9000))
+    s.left_stage(first, 2, StageReport(rows=16, compute_us=4001, queue_us=5, call_us=4106, sent_bytes=320))
+    report = s.prefill.report()
+    assert report.sample == ComputeSample(2.0, 8)
+    assert report.write_ms_max == pytest.approx(0.3), "the write is the frame's, whoever was in it"
+    assert report.replies == PrefillStats(
+        edge_write_us_max=100,
+        edge_wait_us_max=5,
+        edge_total_us_max=105,
+        edge_stage_index=2,
+        edge_activation_bytes_max=160,
+        edge_observation_count=1,
+        compute_us_at_slowest_rate=2000,
+        compute_token_count_at_slowest_rate=8,
+        compute_stage_index=2,
+        compute_observation_count=1,
+    )
+
+
+def test_a_report_of_fewer_rows_than_the_chunk_has_is_taken_as_its_own() -> None:
+    s = session(range(1, 21))
+    first = dispatch(s)
+    assert isinstance(first, PrefillStep)
+    s.left_stage(first, 0, StageReport(rows=0, compute_us=10, call_us=10))
+    assert s.prefill is not None
+    assert s.prefill.report().sample == ComputeSample(0.01, 8)
+
+
+def test_the_first_predictions_are_kept_the_end_token_included() -> None:
+    s = session(max_tokens=50)
+    s.commit([1, 2, 3], 1.0)
+    assert s.predicted == [1, 2, 3]
+    s.commit([4, END], 1.0)
+    assert s.predicted == [1, 2, 3, 4, END]
+    long = session(max_tokens=50)
+    long.commit(list(range(1, 13)), 1.0)
+    assert long.predicted == list(range(1, 9))
+    assert long.n_output == 12
 
 
 @pytest.mark.parametrize(
@@ -125,7 +201,9 @@ def test_where_a_span_ends(
     tokens: list[int], max_tokens: int, committed: tuple[int, ...], text: str, reason: str
 ) -> None:
     s = session(max_tokens=max_tokens)
-    assert s.commit(tokens) == Commit(7, committed, text, reason)
+    commit = s.commit(tokens, 1.0)
+    assert commit == Commit(7, committed, text, reason, commit.cache)
+    assert (commit.cache is not None) == bool(reason), "the last span says what the caches did"
     assert s.n_output == len(committed)
     assert s.finish_reason == reason
     assert (s.phase is Phase.ENDED) == bool(reason)
@@ -133,35 +211,34 @@ def test_where_a_span_ends(
 
 def test_end_tokens_are_ordinary_for_who_ignores_them() -> None:
     s = session(ignore_eos=True)
-    assert s.commit([END, 1]) == Commit(7, (END, 1), chr(ord("a") + END % 26), "")
+    assert s.commit([END, 1], 1.0) == Commit(7, (END, 1), chr(ord("a") + END % 26), "")
 
 
 def test_results_of_a_dead_epoch_are_ignored() -> None:
     s = session()
     step = dispatch(s)
     s.epoch = 1
-    assert s.complete(step, [5]) is None
+    assert complete(s, step, 5) is None
     assert (s.n_output, s.steps_in_flight) == (0, 0)
     again = dispatch(s)
     assert again.epoch == 1
-    assert s.complete(again, [6]) == Commit(7, (6,), "")
+    assert complete(s, again, 6) == Commit(7, (6,), "")
 
 
 def test_after_the_end_nothing_is_committed() -> None:
     s = session(range(1, 21))
     first, second = dispatch(s), dispatch(s)
     s.end()
-    assert s.next_step(100) is None
+    assert s.next_step(100, 1.0) is None
     for step in (first, second):
-        s.left_first_stage(step)
-        assert s.complete(step, [5]) is None
+        assert complete(s, step, 5) is None
     assert (s.n_output, s.finish_reason) == (0, "")
     s.check_integrity()
 
 
 def test_a_count_above_the_limit_is_found() -> None:
     s = session(max_tokens=2)
-    s.commit([1])
+    s.commit([1], 1.0)
     s._context += [2, 3]
     with pytest.raises(AssertionError, match="3 tokens of 2"):
         s.check_integrity()
@@ -192,7 +269,7 @@ def test_spans_do_not_matter(spans: list[list[int]], max_tokens: int, ignore_eos
     for span in spans:
         if s.phase is Phase.ENDED:
             break
-        commit = s.commit(span)
+        commit = s.commit(span, 1.0)
         got += commit.tokens
         text += commit.text
     assert (got, s.finish_reason) == (expected, reason)

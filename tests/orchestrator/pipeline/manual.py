@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from skippy_orchestrator.core import Frame
+from skippy_orchestrator.frames import Frame
 from skippy_stage.errors import SkippyError
 from skippy_stage.protocol import (
     DecodeStep,
@@ -64,11 +64,13 @@ class ManualPending:
         self.waited_for = False
         self._answer: queue.SimpleQueue[tuple[FrameResult, Any] | Exception] = queue.SimpleQueue()
 
-    def answer(self, hidden: Any = None, statuses: tuple[StepStatus, ...] | None = None) -> None:
-        """Every step is ok, unless said otherwise."""
+    def answer(
+        self, hidden: Any = None, statuses: tuple[StepStatus, ...] | None = None, **figures: int
+    ) -> None:
+        """Every step is ok, unless said otherwise; ``figures`` are what the stage says of its work."""
         header = self.header
         given = (StepOk(),) * len(header.steps) if statuses is None else statuses
-        result = FrameResult(incarnation=header.incarnation, frame=header.frame, statuses=given)
+        result = FrameResult(incarnation=header.incarnation, frame=header.frame, statuses=given, **figures)
         self._answer.put((result, hidden))
 
     def fail(self, error: Exception) -> None:

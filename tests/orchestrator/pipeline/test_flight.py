@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from skippy_orchestrator.core import Frame
+from skippy_orchestrator.frames import Frame
 from skippy_orchestrator.pipeline.flight import Flight
 from skippy_stage.errors import ErrorCode, ProtocolError
 from skippy_stage.protocol import (
@@ -16,11 +16,16 @@ from skippy_stage.protocol import (
     FrameResult,
     OpenStep,
     PrefillStep,
+    ProbeStep,
+    RecordStep,
+    Restorable,
+    RestoreStep,
     Step,
     StepFailed,
     StepOk,
     StepSkipped,
     StepStatus,
+    StopStep,
     rows_of,
     tokens_of,
 )
@@ -101,8 +106,82 @@ def test_an_answer_that_does_not_fit_is_refused(
         flight.advance(answer, hidden)
 
 
+PROBE = ProbeStep(session=4, epoch=0, length=3)
+WITH_PROBE = Frame(8, (PROBE, DECODE), (40, 41, 42, 20), ended=())
+
+
+def could(longest: int, *lengths: int) -> Restorable:
+    return Restorable(longest, lengths or None)
+
+
+@pytest.mark.parametrize(
+    ("answers", "common"),
+    [
+        ([could(3), could(3), could(3)], could(3)),
+        ([could(3), could(1), could(2)], could(1)),
+        ([could(2), could(3), could(0)], could(0)),
+        ([could(3), could(3, 1, 3), could(2)], could(1, 1)),
+        ([could(3, 2, 3), could(3, 1, 2), could(3)], could(2, 2)),
+        ([could(3, 3), could(2, 1, 2), could(3)], Restorable(0, ())),
+    ],
+)
+def test_a_probe_is_answered_with_what_all_stages_have_in_common(
+    answers: list[Restorable], common: Restorable
+) -> None:
+    flight = Flight(WITH_PROBE, ["a", "b", "c"])
+    for stage, answer in enumerate(answers):
+        assert flight.header(1, 1).steps == (PROBE, DECODE)
+        assert flight.tokens().tolist() == [40, 41, 42, 20], "every stage is asked for the same tokens"
+        last = stage == len(answers) - 1
+        decoded = StepOk(tokens=(5,)) if last else OK
+        flight.advance(result(StepOk(restorable=answer), decoded), None if last else rows(1))
+    assert flight.done
+    assert flight.statuses == [StepOk(restorable=common), StepOk(tokens=(5,))]
+
+
+@pytest.mark.parametrize("order", [[3, 1, 2], [1, 3, 2], [2, 3, 1]])
+def test_whichever_stage_has_least_decides(order: list[int]) -> None:
+    flight = Flight(Frame(8, (PROBE,), (40, 41, 42), ended=()), ["a", "b", "c"])
+    for longest in order:
+        flight.advance(result(StepOk(restorable=could(longest))), None)
+    assert flight.statuses == [StepOk(restorable=could(1))]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("outcome", [failed("no such lease"), SKIPPED])
+def test_a_probe_that_a_stage_did_not_answer_has_no_answer(stage: int, outcome: StepStatus) -> None:
+    stages = ["a", "b", "c"]
+    flight = Flight(WITH_PROBE, stages)
+    for index in range(3):
+        probe: tuple[StepStatus, ...] = (StepOk(restorable=could(3)),)
+        if index >= stage:
+            probe = (outcome,) if index == stage else ()
+        assert flight.header(1, 1).steps == ((PROBE, DECODE) if index <= stage else (DECODE,))
+        assert flight.tokens().tolist() == ([40, 41, 42, 20] if index <= stage else [20])
+        flight.advance(result(*probe, OK), None if index == 2 else rows(1))
+    named = failed(f"{stages[stage]}: no such lease") if outcome != SKIPPED else SKIPPED
+    assert flight.statuses == [named, OK]
+
+
+def test_controls_travel_with_the_rows_of_their_session_and_have_no_rows() -> None:
+    steps: tuple[Step, ...] = (
+        RecordStep(session=9, epoch=0, length=7),
+        StopStep(session=9),
+        RestoreStep(session=2, epoch=0, length=5),
+        DECODE,
+        RecordStep(session=2, epoch=0, length=6),
+    )
+    flight = Flight(Frame(8, steps, (20,), ended=()), ["a", "b"])
+    flight.advance(result(OK, OK, failed("not leased"), SKIPPED, SKIPPED), None)
+    assert flight.header(1, 1).steps == steps[:2]
+    flight.advance(result(OK, OK), None)
+    assert flight.statuses == [OK, OK, failed("a: not leased"), SKIPPED, SKIPPED]
+
+
 steps = st.one_of(
     st.builds(OpenStep, session=st.integers(1, 9), max_tokens=st.just(9)),
+    st.builds(ProbeStep, session=st.integers(1, 9), epoch=st.just(0), length=st.integers(1, 4)),
+    st.builds(StopStep, session=st.integers(1, 9)),
     st.builds(DecodeStep, session=st.integers(1, 9), epoch=st.just(0), pos_start=st.just(1)),
     st.builds(
         PrefillStep,

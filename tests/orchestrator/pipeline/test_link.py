@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 from skippy_orchestrator.pipeline.flight import Flight
 from skippy_orchestrator.pipeline.link import Link
+from skippy_stage.engines.base import Hidden
 from skippy_stage.errors import SkippyError, StageFault
-from skippy_stage.protocol import FrameHeader
+from skippy_stage.protocol import FrameHeader, FrameResult
 
 from tests.orchestrator.pipeline.manual import GENEROUS_S, ManualTransport, a_frame, wait_until
 
@@ -21,17 +22,23 @@ class Rig:
         self.now = 0.0
         self.transport = ManualTransport("stage_0")
         self.results: list[int] = []
+        self.call_times: list[float] = []
         self.failures: list[tuple[str, str]] = []
         self.failed = threading.Event()
         self.link = Link(
             self.transport,
             depth,
             lambda flight: flight.header(1, 1),
-            lambda flight, result, hidden: self.results.append(result.frame),
+            self.on_result,
             self.on_failure,
             clock=lambda: self.now,
         )
         self.link.start()
+
+    def on_result(self, flight: Flight, result: FrameResult, hidden: Hidden | None, call_s: float) -> None:
+        assert flight.frame.number == result.frame
+        self.call_times.append(call_s)
+        self.results.append(result.frame)
 
     def on_failure(self, stage: str, message: str) -> None:
         self.failures.append((stage, message))
@@ -184,3 +191,35 @@ def test_the_oldest_frame_that_a_stage_has_not_answered_decides_what_is_overdue(
     third.answer()
     wait_until(lambda: not rig.link.overdue(1e9, 5.0))
     assert rig.results[:2] == [1, 2]
+
+
+def test_a_call_lasts_from_the_sending_of_a_frame_to_its_result(rig: Rig) -> None:
+    """The wait for a place is not in it: the frame was not with the stage then."""
+    rig.submit(1)
+    first = rig.transport.next()
+    rig.now = 1.0
+    rig.submit(2, 3)
+    second = rig.transport.next()
+    rig.now = 4.0
+    first.answer()
+    third = rig.transport.next()
+    rig.now = 4.5
+    second.answer()
+    wait_until(lambda: rig.results == [1, 2])
+    rig.now = 10.0
+    third.answer()
+    wait_until(lambda: rig.results == [1, 2, 3])
+    assert rig.call_times == [4.0, 3.5, 6.0]
+
+
+def test_the_time_of_a_call_includes_its_acknowledgement(rig: Rig) -> None:
+    def slowly(header: FrameHeader) -> None:
+        rig.now += 2.0
+
+    rig.transport.on_send = slowly
+    rig.submit(1)
+    pending = rig.transport.next()
+    rig.now += 0.5
+    pending.answer()
+    wait_until(lambda: rig.results == [1])
+    assert rig.call_times == [2.5]

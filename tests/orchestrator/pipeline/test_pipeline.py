@@ -6,11 +6,11 @@ import threading
 
 import numpy as np
 import pytest
-from skippy_orchestrator.core import Frame
+from skippy_orchestrator.frames import Frame, StageReport
 from skippy_orchestrator.pipeline.local import LocalTransport
 from skippy_orchestrator.pipeline.pipeline import (
     FrameDone,
-    FrameLeftFirstStage,
+    FrameLeftStage,
     Pipeline,
     PipelineEvent,
     PipelineFailed,
@@ -48,31 +48,82 @@ class Rig:
         assert self.pipeline.stop(GENEROUS_S)
 
 
-def left(number: int) -> FrameLeftFirstStage:
-    return FrameLeftFirstStage(77, number)
+def left(number: int, stage: int = 0) -> FrameLeftStage:
+    return FrameLeftStage(77, number, stage, StageReport(sent_bytes=HIDDEN.nbytes if stage else 0))
 
 
-def done(number: int) -> FrameDone:
-    return FrameDone(77, number, [StepOk()])
+def done(number: int, stages: int = 2) -> FrameDone:
+    report = StageReport(sent_bytes=HIDDEN.nbytes if stages > 1 else 0)
+    return FrameDone(77, number, [StepOk()], report)
 
 
-def test_a_frame_leaves_the_first_stage_and_is_done_after_the_last() -> None:
+def test_a_frame_leaves_every_stage_but_the_last_and_is_then_done() -> None:
     rig = Rig(3)
     rig.submit(1)
     rig.pass_on(0)
     rig.wait_for(left(1))
     rig.pass_on(1)
+    rig.wait_for(left(1), left(1, stage=1))
     rig.pass_on(2)
-    rig.wait_for(left(1), done(1))
+    rig.wait_for(left(1), left(1, stage=1), done(1))
     rig.close()
 
 
-def test_with_one_stage_a_frame_leaves_the_first_stage_before_it_is_done() -> None:
+def test_with_one_stage_a_frame_is_only_done() -> None:
     rig = Rig(1)
     rig.submit(1)
     rig.pass_on(0)
-    rig.wait_for(left(1), done(1))
+    rig.wait_for(done(1, stages=1))
     rig.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_report_says_what_every_stage_took_and_was_sent(depth: int) -> None:
+    rig = Rig(3, depth)
+    rig.submit(1)
+    at_first = rig.transports[0].next()
+    rig.now += 0.010
+    at_first.answer(HIDDEN, rows=7, compute_us=6000, queue_us=1500)
+    at_second = rig.transports[1].next()
+    rig.now += 0.003
+    at_second.answer(np.zeros((1, 4), np.float64), rows=5, compute_us=2000)
+    at_last = rig.transports[2].next()
+    rig.now += 0.5
+    at_last.answer(rows=4, compute_us=10, queue_us=20)
+    first = StageReport(rows=7, compute_us=6000, queue_us=1500, call_us=10_000)
+    second = StageReport(rows=5, compute_us=2000, call_us=3000, sent_bytes=16)
+    last = StageReport(rows=4, compute_us=10, queue_us=20, call_us=500_000, sent_bytes=32)
+    rig.wait_for(
+        FrameLeftStage(77, 1, 0, first), FrameLeftStage(77, 1, 1, second), FrameDone(77, 1, [StepOk()], last)
+    )
+    assert [report.write_us for report in (first, second, last)] == [2500, 1000, 499_970]
+    rig.close()
+
+
+def test_the_wait_for_a_place_at_a_stage_is_in_no_report() -> None:
+    rig = Rig(2, depth=1)
+    rig.submit(1, 2)
+    first = rig.transports[0].next()
+    rig.now = 4.0
+    first.answer(HIDDEN)
+    second, at_last = rig.transports[0].next(), rig.transports[1].next()
+    rig.now = 5.0
+    second.answer(HIDDEN)
+    wait_until(lambda: len(rig.events) == 2)
+    rig.now = 9.0
+    at_last.answer()
+    at_last = rig.transports[1].next()
+    rig.now = 11.0
+    at_last.answer()
+    wait_until(lambda: len(rig.events) == 4)
+    reports = [event.report for event in rig.events if not isinstance(event, PipelineFailed)]
+    assert [report.call_us / 1e6 for report in reports] == [4.0, 1.0, 5.0, 2.0]
+    rig.close()
+
+
+def test_no_time_is_below_nothing() -> None:
+    """Clocks of two processes need not agree to the microsecond."""
+    assert StageReport(compute_us=900, queue_us=200, call_us=1000).write_us == 0
 
 
 def test_stages_work_on_different_frames_and_know_how_many_are_busy() -> None:
@@ -111,13 +162,22 @@ def test_real_stages_complete_frames_in_order(stages: int) -> None:
         )
         pipeline.submit(Frame(number, steps, prompt, ended=(number - 3,)))
     wait_until(lambda: sum(isinstance(event, FrameDone) for event in events) == 30)
-    for kind in (FrameLeftFirstStage, FrameDone):
-        assert [e.number for e in events if isinstance(e, kind)] == list(range(1, 31))
+    way: dict[int, list[int]] = {number: [] for number in range(1, 31)}
     for event in events:
+        assert not isinstance(event, PipelineFailed)
+        stage = event.stage if isinstance(event, FrameLeftStage) else stages - 1
+        way[event.number].append(stage)
+        assert event.report.rows == 3
+        assert event.report.sent_bytes == (3 * 4 * 4 if stage else 0)
+        assert event.report.call_us >= 0
         if isinstance(event, FrameDone):
             expected = tuple(reference([event.number, 2, 3], 1))
             assert list(event.statuses) == [StepOk(), StepOk(tokens=expected)]
-            assert events.index(FrameLeftFirstStage(5, event.number)) < events.index(event)
+    assert all(way[number] == list(range(stages)) for number in way)
+    for stage in range(stages - 1):
+        left_it = [e.number for e in events if isinstance(e, FrameLeftStage) and e.stage == stage]
+        assert left_it == list(range(1, 31))
+    assert [e.number for e in events if isinstance(e, FrameDone)] == list(range(1, 31))
     assert pipeline.stop(GENEROUS_S)
     for transport in transports:
         transport.close()

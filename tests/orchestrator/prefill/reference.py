@@ -64,16 +64,20 @@ def chunk_size(ramp: Ramp, history: Sequence[Observe | Calibrate], index: int, t
 def chunks(
     n_prompt: int, sizes: Sequence[int], rooms: Sequence[int], start: int, boundaries: Sequence[int]
 ) -> list[tuple[int, int, bool]]:
-    """All chunks of a prompt, given what the planner and the frame would allow each of them (spec 3.1, 3.4)."""
+    """All chunks of a prompt, given what the planner and the frame would allow each of them (spec 3.1, 3.4).
+
+    The last prompt token joins the chunk before it where there is room, unless a boundary keeps it apart.
+    """
     found: list[tuple[int, int, bool]] = []
     total, position = n_prompt - 1, start
     for size, room in zip(sizes, rooms, strict=True):
         if position == n_prompt:
             break
         rows = range(position, min(position + min(size, room), total))
-        cuts = [b for b in boundaries if start < b < total and b in rows[1:]]
+        cuts = [b for b in boundaries if start < b < n_prompt and position < b <= position + len(rows)]
         end = min(cuts) if cuts else position + len(rows)
-        last = end == total and n_prompt - position <= room
+        apart = total in cuts and position < total
+        last = end == total and n_prompt - position <= room and not apart
         found.append((position, n_prompt if last else end, last))
         position = found[-1][1]
     return found

@@ -80,16 +80,35 @@ def test_sizes_come_by_chunk_number_and_full_prefill() -> None:
     [
         (0, (6,), [(0, 4, False), (4, 6, False), (6, 10, False), (10, 13, True)]),
         (0, (8, 2, 8, 3), [(0, 2, False), (2, 3, False), (3, 7, False), (7, 8, False), (8, 13, True)]),
-        (0, (-1, 0, 12, 13, 99), [(0, 4, False), (4, 8, False), (8, 13, True)]),
+        (0, (-1, 0, 13, 99), [(0, 4, False), (4, 8, False), (8, 13, True)]),
         (0, (11,), [(0, 4, False), (4, 8, False), (8, 11, False), (11, 13, True)]),
         (5, (3, 5, 6), [(5, 6, False), (6, 10, False), (10, 13, True)]),
         (12, (12,), [(12, 13, True)]),
+        (0, (12,), [(0, 4, False), (4, 8, False), (8, 12, False), (12, 13, True)]),
+        (5, (12, 13), [(5, 9, False), (9, 12, False), (12, 13, True)]),
+        (10, (11, 12), [(10, 11, False), (11, 12, False), (12, 13, True)]),
+        (11, (5, 11, 12), [(11, 12, False), (12, 13, True)]),
     ],
 )
 def test_chunks_end_at_boundaries_inside_the_prompt(
     start: int, boundaries: tuple[int, ...], expected: list[tuple[int, int, bool]]
 ) -> None:
     assert chunks_of(machine(13, 4, 2, start, boundaries)) == expected
+
+
+@pytest.mark.parametrize(("n_prompt", "start"), [(1, 0), (13, 12)])
+@pytest.mark.parametrize("boundaries", [(), (0,), (12,), (0, 12)])
+def test_a_last_token_that_is_all_there_is_goes_as_it_would_anyway(
+    n_prompt: int, start: int, boundaries: tuple[int, ...]
+) -> None:
+    assert chunks_of(machine(n_prompt, 4, 2, start, boundaries)) == [(start, n_prompt, True)]
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_a_boundary_before_the_last_token_holds_in_any_room(room: int) -> None:
+    chunks = chunks_of(machine(8, 4, 2, 0, (7,)), room)
+    assert chunks[-2][1] == 7
+    assert chunks[-1] == (7, 8, True)
 
 
 def test_what_was_not_planned_cannot_be_dispatched() -> None:

@@ -51,6 +51,7 @@ def test_lock_step_waits_for_the_end_of_the_pipeline() -> None:
     prefill.left_first_stage(4, 1.0, 0.0)
     prefill.credit_returned(1.1)
     assert prefill.next_chunk(9, 1.25) is None
+    prefill.credit_returned(1.375)  # credits do not matter: the wait goes on
     prefill.completed()
     assert dispatch(prefill, now=1.5) == Chunk(4, 8, sample=False)
     assert asdict(prefill.stats) == asdict(PrefillSummary()) | {
@@ -70,7 +71,7 @@ def test_lock_step_drains_nothing() -> None:
     assert (prefill.stats.pending_max, prefill.stats.drains, prefill.stats.drain_wait_ms) == (0, 0, 0.0)
 
 
-def test_a_wait_runs_from_the_first_refusal_to_the_dispatch_and_counts_once() -> None:
+def test_a_wait_runs_from_the_first_refusal_to_the_return_of_the_credit_and_counts_once() -> None:
     prefill = machine(30, credits=1)
     dispatch(prefill, now=10.0)
     for now in (10.5, 10.625, 10.75):
@@ -78,14 +79,27 @@ def test_a_wait_runs_from_the_first_refusal_to_the_dispatch_and_counts_once() ->
     assert prefill.stats.credit_waits == 1
     prefill.credit_returned(10.875)
     assert prefill.next_chunk(9, 11.0) is not None
-    assert prefill.stats.credit_wait_ms == 0.0
-    dispatch(prefill, now=11.5)
-    assert prefill.stats.credit_wait_ms == prefill.stats.credit_wait_ms_max == 1000.0
+    assert prefill.stats.credit_wait_ms == 0.0, "the wait is over, but it counts with its chunk"
+    dispatch(prefill, now=11.5)  # what it waited for meanwhile was room in a frame
+    assert prefill.stats.credit_wait_ms == prefill.stats.credit_wait_ms_max == 375.0
     assert prefill.next_chunk(9, 12.0) is None
-    prefill.credit_returned(12.0)
-    dispatch(prefill, now=12.25)
+    prefill.credit_returned(12.25)
+    dispatch(prefill, now=12.5)
     stats = prefill.stats
-    assert (stats.credit_waits, stats.credit_wait_ms, stats.credit_wait_ms_max) == (2, 1250.0, 1000.0)
+    assert (stats.credit_waits, stats.credit_wait_ms, stats.credit_wait_ms_max) == (2, 625.0, 375.0)
+
+
+def test_a_second_return_does_not_lengthen_a_wait_and_the_next_chunk_has_none() -> None:
+    prefill = machine(30, credits=2)
+    dispatch(prefill, now=1.0)
+    dispatch(prefill, now=1.0)
+    assert prefill.next_chunk(9, 1.0) is None
+    prefill.credit_returned(1.25)
+    prefill.credit_returned(1.75)
+    dispatch(prefill, now=2.0)
+    dispatch(prefill, now=3.0)
+    stats = prefill.stats
+    assert (stats.credit_waits, stats.credit_wait_ms, stats.credit_wait_ms_max) == (1, 250.0, 250.0)
 
 
 def test_only_a_missing_credit_is_a_wait() -> None:
@@ -147,10 +161,10 @@ def test_the_planner_hears_of_each_chunk_with_the_wait_of_that_chunk() -> None:
     dispatch(prefill, now=0.0)
     assert prefill.next_chunk(9, 0.0) is None
     prefill.credit_returned(0.25)
-    dispatch(prefill, now=0.25)
+    dispatch(prefill, now=0.375)
     prefill.left_first_stage(4, 10.0, 1.0)
-    prefill.credit_returned(0.25)
-    dispatch(prefill, now=0.25)
+    prefill.credit_returned(0.375)
+    dispatch(prefill, now=0.5)
     prefill.left_first_stage(4, 20.0, 3.0)
     prefill.left_first_stage(5, 30.0, 2.0)
     assert planner.told == [(10.0, 1.0, 0.0), (20.0, 3.0, 250.0), (30.0, 2.0, 0.0)]

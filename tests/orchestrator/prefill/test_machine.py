@@ -99,6 +99,7 @@ class Model:
                     machine.left_first_stage(gone.rows, times, 9 - times)
             case "credit":
                 self.holding.pop(0)
+                self._end_wait(now)
                 if self.returns:
                     self.returns.append(now)
                 for machine in machines:
@@ -114,11 +115,15 @@ class Model:
         self.in_flight.append(chunk)
         if self.limit:
             self.holding.append(chunk)
+        else:
+            self._end_wait(now)
+        if chunk.sample:
+            self.returns = [now]
+
+    def _end_wait(self, now: float) -> None:
         if self.waiting_since is not None:
             self.waits.append((now - self.waiting_since) * 1000)
             self.waiting_since = None
-        if chunk.sample:
-            self.returns = [now]
 
 
 @given(prompts, limits, policies, st.lists(st.integers(-2, 62), max_size=4), turns)
@@ -128,7 +133,7 @@ def test_any_order_of_events_covers_the_prompt_exactly_within_the_credits(
     n_prompt, start = prompt
     machine = PrefillMachine(n_prompt, policy.planner(), limit, start, boundaries)
     model, now = Model(limit), 0.0
-    inside = [b for b in boundaries if start < b < n_prompt - 1]
+    inside = [b for b in boundaries if start < b < n_prompt]
     for turn in to_the_end(some):
         if machine.done:
             break
