@@ -35,11 +35,11 @@ from skippy_orchestrator.deployment import LimitsSection, PrefillSection, Schedu
 from skippy_orchestrator.frames import Frame, StageReport
 from skippy_orchestrator.history import History
 from skippy_orchestrator.kv_budget import KvBudget
-from skippy_orchestrator.prefill import PrefillPolicy
+from skippy_orchestrator.prefill import PrefillPolicy, PrefillTerms
 from skippy_orchestrator.prefix.cache import PrefixCache
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.scheduler import Scheduler
-from skippy_orchestrator.sessions import Commit, PrefillTerms, Session, SessionStep, Text
+from skippy_orchestrator.sessions import Commit, Session, SessionStep, Text
 
 
 @dataclass(frozen=True, slots=True)

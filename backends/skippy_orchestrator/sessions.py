@@ -33,7 +33,7 @@ from skippy_stage.protocol import (
 )
 
 from skippy_orchestrator.frames import StageReport
-from skippy_orchestrator.prefill import Chunk, PrefillMachine, PrefillPolicy, TransportPool
+from skippy_orchestrator.prefill import Chunk, PrefillMachine, PrefillTerms
 from skippy_orchestrator.prefix.outcome import CacheStats
 from skippy_orchestrator.prefix.output_tokens import MAX_EXACT_REPLAY_TOKENS
 from skippy_orchestrator.prefix.session import OFF, PrefixTerms, SessionPrefix
@@ -75,21 +75,6 @@ class Dispatched:
     before: tuple[Control, ...]
     tokens: Sequence[int]
     after: tuple[Control, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTerms:
-    """How prompts are cut: the policy, the credits, and what is known of the way to the stages."""
-
-    policy: PrefillPolicy
-    credits: int
-    transport: TransportPool
-
-    def machine(self, n_prompt: int, start: int, boundaries: Sequence[int]) -> PrefillMachine:
-        """The machine for a prompt of which ``start`` positions are restored."""
-        planner = self.policy.planner()
-        self.transport.prepare(planner)
-        return PrefillMachine(n_prompt, planner, self.credits, start, boundaries)
 
 
 class Phase(Enum):

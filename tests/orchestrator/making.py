@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from skippy_orchestrator.prefill import PrefillPolicy, TransportPool
+from skippy_orchestrator.prefill import PrefillPolicy, PrefillTerms, TransportPool
 from skippy_orchestrator.prefix.outcome import CacheStatus, Lookup
 from skippy_orchestrator.prefix.session import PrefixTerms
 from skippy_orchestrator.requests import GenerationRequest
-from skippy_orchestrator.sessions import PrefillTerms
 from skippy_stage.protocol import SamplingParams
 
 OPEN_LOOKUP = Lookup(CacheStatus.MISS, restore=True, fused=True, first_token=True, replay=True)

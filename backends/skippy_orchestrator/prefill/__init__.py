@@ -22,6 +22,7 @@ from skippy_orchestrator.prefill.planner import (
     ScheduledPlanner,
     parse_schedule,
 )
+from skippy_orchestrator.prefill.terms import PrefillTerms
 from skippy_orchestrator.prefill.transport import TransportEstimate, TransportPool, TransportSeed
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "PrefillReport",
     "PrefillStats",
     "PrefillSummary",
+    "PrefillTerms",
     "ScheduledPlanner",
     "TransportEstimate",
     "TransportPool",
