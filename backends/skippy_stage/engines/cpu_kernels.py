@@ -16,18 +16,18 @@ import numpy as np
 from numba import types
 
 # Sums may be reordered (into vector lanes) and products fused; infinities and NaN keep their meaning.
-_FAST: Final = {"reassoc", "contract", "nsz", "arcp"}
+FAST: Final = {"reassoc", "contract", "nsz", "arcp"}
 
 _F32: Final = types.float32
-_ROWS: Final = types.Array(_F32, 2, "C")
+ROWS: Final = types.Array(_F32, 2, "C")
 _VECTOR: Final = types.Array(_F32, 1, "C")
 _INDEX: Final = types.Array(types.int64, 1, "C")
 _TABLES: Final = types.Array(types.int32, 2, "C")
-_CACHE: Final = types.Array(_F32, 4, "C")
+CACHE: Final = types.Array(_F32, 4, "C")
 
 
-@numba.njit(fastmath=_FAST, inline="always")  # type: ignore[untyped-decorator]
-def _exp(x: Any) -> Any:
+@numba.njit(fastmath=FAST, inline="always")  # type: ignore[untyped-decorator]
+def fast_exp(x: Any) -> Any:
     """e to the x in float32 to 2 units in the last place, in operations that vectorise; 0 below -87."""
     clipped = min(max(x, np.float32(-87.0)), np.float32(88.0))
     whole = np.floor(clipped * np.float32(1.44269504) + np.float32(0.5))
@@ -75,7 +75,7 @@ def _silu_mul(gate_up: Any, out: Any) -> None:
     for row in range(rows):
         for i in range(width):
             gate = gate_up[row, i]
-            out[row, i] = gate / (np.float32(1.0) + _exp(-gate)) * gate_up[row, width + i]
+            out[row, i] = gate / (np.float32(1.0) + fast_exp(-gate)) * gate_up[row, width + i]
 
 
 def _rotate_and_store(head_dim: int, group: int) -> Callable[..., None]:
@@ -166,14 +166,14 @@ def _attend(head_dim: int, group: int, block_tokens: int) -> Callable[..., None]
                             top = max(top, dot)
                         # Online softmax: what was summed so far shrinks when a higher score turns up.
                         if top > highest[g]:
-                            shrink = _exp(highest[g] - top)
+                            shrink = fast_exp(highest[g] - top)
                             highest[g] = top
                             weights[g] *= shrink
                             for i in range(head_dim):
                                 sums[g, i] *= shrink
                         total = np.float32(0.0)
                         for t in range(count):
-                            scores[g, t] = _exp(scores[g, t] - top)
+                            scores[g, t] = fast_exp(scores[g, t] - top)
                             total += scores[g, t]
                         weights[g] += total
                         for t in range(count):
@@ -217,20 +217,20 @@ def build_kernels(head_dim: int, group: int, block_tokens: int) -> CpuKernels:
 
     def compiled(function: Callable[..., None], *arguments: Any) -> Callable[..., None]:
         # numpy's errors: a row that overflowed turns into NaN and is found after the layers, by name.
-        make = numba.njit(types.void(*arguments), cache=True, nogil=True, fastmath=_FAST, error_model="numpy")
+        make = numba.njit(types.void(*arguments), cache=True, nogil=True, fastmath=FAST, error_model="numpy")
         kernel: Callable[..., None] = make(function)
         return kernel
 
     return CpuKernels(
-        rms_norm=compiled(_rms_norm, _ROWS, _VECTOR, _F32, _ROWS),
-        add_rms_norm=compiled(_add_rms_norm, _ROWS, _ROWS, _VECTOR, _F32, _ROWS),
-        silu_mul=compiled(_silu_mul, _ROWS, _ROWS),
+        rms_norm=compiled(_rms_norm, ROWS, _VECTOR, _F32, ROWS),
+        add_rms_norm=compiled(_add_rms_norm, ROWS, ROWS, _VECTOR, _F32, ROWS),
+        silu_mul=compiled(_silu_mul, ROWS, ROWS),
         rotate_and_store=compiled(
             _rotate_and_store(head_dim, group),
-            *(_ROWS, _ROWS, _ROWS, _INDEX, _INDEX, _INDEX, _VECTOR, _VECTOR, _F32, _CACHE, _CACHE),
+            *(ROWS, ROWS, ROWS, _INDEX, _INDEX, _INDEX, _VECTOR, _VECTOR, _F32, CACHE, CACHE),
         ),
         attend=compiled(
             _attend(head_dim, group, block_tokens),
-            *(_ROWS, _INDEX, _INDEX, _INDEX, _TABLES, _CACHE, _CACHE, _F32, _ROWS),
+            *(ROWS, _INDEX, _INDEX, _INDEX, _TABLES, CACHE, CACHE, _F32, ROWS),
         ),
     )

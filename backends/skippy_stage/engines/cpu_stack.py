@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from skippy_stage.engines.cpu_attention import build_chunk_attention
 from skippy_stage.engines.cpu_kernels import build_kernels
 from skippy_stage.engines.sequences import BatchRows
 from skippy_stage.engines.stack import RotaryTable, StackSettings
-from skippy_stage.engines.torch_stack import attend_chunk
 from skippy_stage.kv_cache import BlockCopy
 
-_PAGED_ROWS: Final = 16
-"""Sequences with at most so many rows attend row by row over the cache; longer chunks as matrices."""
+_PAGED_ROWS: Final = 4
+"""Sequences with at most so many rows attend row by row over the cache; longer chunks tile by tile."""
+_SHARED: Final = 6_000_000
+"""Multiply-adds of a chunk's scores from which helpers take part: 0.1 ms alone, and asking them takes 0.04."""
+_RANGES: Final = 8
+"""Ranges that each thread gets of shared work, were all equally fast."""
 
 F32 = npt.NDArray[np.float32]
 
@@ -32,9 +37,9 @@ class CpuStack:
         self._eps = np.float32(config.rms_norm_eps)
         self._scale = np.float32(config.head_dim**-0.5)
         self._inner = config.intermediate_size
-        self._kernels = build_kernels(
-            config.head_dim, config.n_heads // config.n_kv_heads, settings.block_tokens
-        )
+        heads = (config.head_dim, config.n_heads // config.n_kv_heads, settings.block_tokens)
+        self._kernels, self._chunks = build_kernels(*heads), build_chunk_attention(*heads)
+        self._helpers = _Helpers()
         shape = (
             len(settings.layers),
             settings.blocks,
@@ -99,6 +104,22 @@ class CpuStack:
             for cache in (self._keys, self._values):
                 cache[:, copy.target, :, : copy.tokens] = cache[:, copy.source, :, : copy.tokens]
 
+    def read_kv(self, blocks: Sequence[int], length: int) -> torch.Tensor:
+        """See LayerStack."""
+        size = self._keys.shape[3]
+        positions = torch.arange(length)
+        places = torch.tensor(blocks)[positions // size], positions % size
+        # The cache is [layers, blocks, kv_heads, positions, head_dim].
+        return torch.stack([cache[:, places[0], :, places[1]] for cache in (self._keys, self._values)], 1)
+
+    def write_kv(self, blocks: Sequence[int], kv: torch.Tensor) -> None:
+        """See LayerStack."""
+        size = self._keys.shape[3]
+        positions = torch.arange(len(kv))
+        places = torch.tensor(blocks)[positions // size], positions % size
+        for which, cache in enumerate((self._keys, self._values)):
+            cache[:, places[0], :, places[1]] = kv[:, which]
+
     def normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See LayerStack."""
         out = torch.empty_like(x)
@@ -108,23 +129,54 @@ class CpuStack:
     def _attend_long(
         self, layer: int, which: int, batch: BatchRows, qkv: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """A chunk of one sequence, as matrices over its keys and values gathered from the cache."""
+        """A chunk of one sequence, by all threads of the frame."""
         item, start = batch.sequences[which], batch.starts[which]
-        tokens = item.past + item.rows
-        size = self._keys.shape[3]
-        line = batch.tables[batch.slots[start], : -(-tokens // size)]
-        blocks = torch.from_numpy(line.astype(np.int64))
         rows = slice(start, start + item.rows)
-        queries = qkv[rows, : self._heads * self._head_dim].view(item.rows, self._heads, self._head_dim)
+        queries, attended = qkv.numpy()[rows], out.numpy()[rows]
+        table = batch.tables[batch.slots[start]]
+        keys, values = self._key_arrays[layer], self._value_arrays[layer]
+        pieces = self._chunks.pieces(item.rows, self._kv_heads)
 
-        def gathered(cache: torch.Tensor) -> torch.Tensor:
-            pages = cache[layer].index_select(0, blocks).transpose(0, 1)
-            return pages.reshape(self._kv_heads, -1, self._head_dim)[:, :tokens]
+        def attend(begin: int, end: int) -> None:
+            self._chunks.attend(queries, item.past, table, keys, values, self._scale, attended, begin, end)
 
-        result = attend_chunk(
-            queries.transpose(0, 1), gathered(self._keys), gathered(self._values), item.past
-        )
-        out[rows].view(item.rows, self._heads, self._head_dim).copy_(result.transpose(0, 1))
+        if pieces * self._chunks.lanes * self._head_dim * (item.past + item.rows // 2) < _SHARED:
+            attend(0, pieces)
+        else:
+            self._helpers.share(pieces, attend)
+
+
+class _Helpers:
+    """Threads that compute beside the caller's, in kernels that do not hold the interpreter.
+
+    They never enter OpenMP: torch's team, which the caller's thread owns, stays the only one.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._count = 0
+
+    def share(self, pieces: int, work: Callable[[int, int], None]) -> None:
+        """Have ``work`` called with ranges ``[begin, end)`` that cover ``pieces``, by as many threads as torch."""
+        threads = min(torch.get_num_threads(), pieces)
+        if threads == 1:
+            work(0, pieces)
+            return
+        if self._pool is None or threads - 1 > self._count:
+            self._count = threads - 1
+            self._pool = ThreadPoolExecutor(self._count, "skippy-helper")
+        # Who is done early takes more: the ranges differ in work, and other programs use the cores too.
+        size = max(1, pieces // (threads * _RANGES))
+        begins = iter(range(0, pieces, size))
+
+        def run() -> None:
+            for begin in begins:
+                work(begin, min(begin + size, pieces))
+
+        others = [self._pool.submit(run) for _ in range(threads - 1)]
+        run()
+        for other in others:
+            other.result()
 
 
 def _by_length(batch: BatchRows) -> tuple[npt.NDArray[np.int64], list[int]]:

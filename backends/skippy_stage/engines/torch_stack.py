@@ -73,6 +73,17 @@ class TorchStack:
             for cache in (self._keys, self._values):
                 cache[:, target : target + copy.tokens] = cache[:, source : source + copy.tokens]
 
+    def read_kv(self, blocks: Sequence[int], length: int) -> torch.Tensor:
+        """See LayerStack."""
+        places = self._places_in(blocks, length)
+        return torch.stack([cache[:, places].transpose(0, 1) for cache in (self._keys, self._values)], 1)
+
+    def write_kv(self, blocks: Sequence[int], kv: torch.Tensor) -> None:
+        """See LayerStack."""
+        places = self._places_in(blocks, len(kv))
+        for which, cache in enumerate((self._keys, self._values)):
+            cache[:, places] = kv[:, which].transpose(0, 1).to(self._device)
+
     def normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See LayerStack."""
         return torch.nn.functional.rms_norm(x.float(), weight.shape, weight, self._eps)
@@ -124,6 +135,12 @@ class TorchStack:
         position = np.arange(tokens)
         blocks = batch.tables[batch.slots[rows]][:, position // self._size].astype(np.int64)
         return torch.from_numpy(blocks * self._size + position % self._size).to(self._device)
+
+    def _places_in(self, blocks: Sequence[int], tokens: int) -> torch.Tensor:
+        """Cache places of the first ``tokens`` positions in blocks."""
+        position = np.arange(tokens)
+        places = np.asarray(blocks)[position // self._size] * self._size + position % self._size
+        return torch.from_numpy(places).to(self._device)
 
     def _widened(self, heads: torch.Tensor) -> torch.Tensor:
         """Repeat key/value heads ``[rows, kv_heads, ...]`` so that every query head has one."""
