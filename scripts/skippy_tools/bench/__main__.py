@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from skippy_client import SkippyError as ClientError
 from skippy_orchestrator.deployment import load_deployment
 from skippy_stage.errors import SkippyError
 
-from skippy_tools.bench.decode import FULL, QUICK, run_decode
-from skippy_tools.bench.rows import print_rows, write_json
+from skippy_tools.bench import decode as decode_bench
+from skippy_tools.bench import prefill_plan
+from skippy_tools.bench.decode_rows import print_decode_rows
+from skippy_tools.bench.prefill import run_prefill
+from skippy_tools.bench.prefill_ratios import Own
+from skippy_tools.bench.prefill_report import print_prefill_rows
+from skippy_tools.bench.prefill_rows import policy_label
+from skippy_tools.bench.report import write_json
+from skippy_tools.server import ServerError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Measure this server and its peers in one run."
 )
+console = Console(highlight=False)
 
 DEFAULT = Path(__file__).parents[3] / "deployments" / "smollm2-two-stages.toml"
 CACHE = Path.home() / ".cache" / "skippy" / "bench"
+
+DeploymentFile = Annotated[
+    Path, typer.Argument(help="Deployment file whose model and settings are measured.")
+]
+Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick", help="The same kinds of rows in under three minutes: fewer rounds, shorter prompts."
+    ),
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows there as a JSON list.")]
 
 
 @app.callback()
@@ -27,31 +49,46 @@ def main() -> None:
 
 
 @app.command()
-def decode(
-    deployment: Annotated[
-        Path, typer.Argument(help="Deployment file whose model and settings are measured.")
-    ] = DEFAULT,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="The same rows in under three minutes, fewer rounds.")
-    ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the rows there as a JSON list.")
-    ] = None,
-) -> None:
+def decode(deployment: DeploymentFile = DEFAULT, quick: Quick = False, json_file: JsonFile = None) -> None:
     """Decode and prefill rates: transformers, llama.cpp F16, our engines in one process, and the server.
 
     The server and the engines run with 1, 2 and 3 stages at concurrency 1, 4 and 16; every subject gets the
     same weights and prompts. Example: ./scripts/bench decode --quick --json rows.json
     """
-    console = Console()
-    try:
-        rows = run_decode(load_deployment(deployment), QUICK if quick else FULL, CACHE, console)
-    except SkippyError as error:
-        console.print(f"[red]{error.message}")
-        raise typer.Exit(1) from None
-    print_rows(console, rows)
+    with _errors_as_lines():
+        plan = decode_bench.QUICK if quick else decode_bench.FULL
+        rows = decode_bench.run_decode(load_deployment(deployment), plan, CACHE, console)
+    print_decode_rows(console, rows)
     if json_file is not None:
         write_json(json_file, rows)
+
+
+@app.command()
+def prefill(deployment: DeploymentFile = DEFAULT, quick: Quick = False, json_file: JsonFile = None) -> None:
+    """Time to first token: by prompt length, stages, chunk policy and what the prefix cache has of the prompt.
+
+    Cold prompts on transformers, llama.cpp F16 and the server with 1, 2 and 3 stages; on the server also the
+    same prompt again, a new question behind a known system prompt, the next turn of a chat, and what a long
+    prompt costs streams that run. Example: ./scripts/bench prefill --quick --json rows.json
+    """
+    with _errors_as_lines():
+        measured = load_deployment(deployment)
+        plan = prefill_plan.QUICK if quick else prefill_plan.FULL
+        rows = run_prefill(measured, plan, CACHE, console)
+    print_prefill_rows(console, rows, Own(policy_label(measured.prefill), measured.pipeline.threads))
+    if json_file is not None:
+        write_json(json_file, rows)
+
+
+@contextmanager
+def _errors_as_lines() -> Iterator[None]:
+    try:
+        yield
+    except (SkippyError, ClientError) as error:
+        if isinstance(error, ServerError) and error.log:
+            console.print(error.log, style="dim", markup=False, soft_wrap=True)
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":

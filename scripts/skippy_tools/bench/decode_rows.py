@@ -1,16 +1,15 @@
-"""What a benchmark says: rows for machines, a table and ratios for people."""
+"""What ``bench decode`` says: rows for machines, a table and ratios for people."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
+
+from skippy_tools.bench.report import Ratios, median
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +58,8 @@ def median_row(
         stages=stages,
         concurrency=concurrency,
         decode_tokens_per_s=round(decode, 2),
-        prefill_tokens_per_s=_median([sample.prefill_tokens_per_s for sample in samples]),
-        ttft_ms=_median([sample.ttft_ms for sample in samples]),
+        prefill_tokens_per_s=median([sample.prefill_tokens_per_s for sample in samples]),
+        ttft_ms=median([sample.ttft_ms for sample in samples]),
         ms_per_token=round(1000 * concurrency / decode, 2),
         rounds=len(samples),
         decode_tokens=decode_tokens,
@@ -68,12 +67,7 @@ def median_row(
     )
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(statistics.median(known), 2) if known else None
-
-
-def print_rows(console: Console, rows: Sequence[DecodeRow]) -> None:
+def print_decode_rows(console: Console, rows: Sequence[DecodeRow]) -> None:
     """A table of all rows, then the ratios that matter."""
     table = Table(title=f"medians of {rows[0].rounds} rounds", title_justify="left")
     table.add_column("subject", no_wrap=True)
@@ -90,23 +84,18 @@ def print_rows(console: Console, rows: Sequence[DecodeRow]) -> None:
             "-" if row.ttft_ms is None else f"{row.ttft_ms:.0f}",
         )
     console.print(table)
-    for line in ratios(rows):
+    for line in decode_ratios(rows):
         console.print(line)
 
 
-def ratios(rows: Sequence[DecodeRow]) -> list[str]:
+def decode_ratios(rows: Sequence[DecodeRow]) -> list[str]:
     """What a reader compares, as sentences; left out where a side was not measured."""
 
     def find(subject: str, stages: int, concurrency: int) -> DecodeRow | None:
         key = (subject, stages, concurrency)
         return next((row for row in rows if (row.subject, row.stages, row.concurrency) == key), None)
 
-    lines: list[str] = []
-
-    def ratio(text: str, top: float | None, bottom: float | None) -> None:
-        if top and bottom:
-            lines.append(f"{text}: {top / bottom:.2f}x")
-
+    said = Ratios()
     serial, batch = find("server", 2, 1), find("server", 2, 16)
     transformers, llama, llama16 = (
         find("transformers", 1, 1),
@@ -115,45 +104,40 @@ def ratios(rows: Sequence[DecodeRow]) -> list[str]:
     )
     engines = find("in_process", 2, 1)
     if serial and transformers:
-        ratio(
+        said.add(
             "two-stage server / transformers, serial decode",
             serial.decode_tokens_per_s,
             transformers.decode_tokens_per_s,
         )
-        ratio(
+        said.add(
             "two-stage server / transformers, prefill",
             serial.prefill_tokens_per_s,
             transformers.prefill_tokens_per_s,
         )
     if serial and llama:
-        ratio(
+        said.add(
             "two-stage server / llama.cpp F16, serial decode",
             serial.decode_tokens_per_s,
             llama.decode_tokens_per_s,
         )
-        ratio(
+        said.add(
             "two-stage server / llama.cpp F16, prefill",
             serial.prefill_tokens_per_s,
             llama.prefill_tokens_per_s,
         )
     if serial and batch:
-        ratio("two-stage server, concurrency 16 / 1", batch.decode_tokens_per_s, serial.decode_tokens_per_s)
+        said.add(
+            "two-stage server, concurrency 16 / 1", batch.decode_tokens_per_s, serial.decode_tokens_per_s
+        )
     if batch and llama16:
-        ratio(
+        said.add(
             "two-stage server / llama.cpp F16, 16 sequences",
             batch.decode_tokens_per_s,
             llama16.decode_tokens_per_s,
         )
     if serial and engines:
         added = serial.ms_per_token - engines.ms_per_token
-        lines.append(
+        said.lines.append(
             f"Triton and orchestration add {added:.1f} ms to a token of the same two engines in one process"
         )
-    return lines
-
-
-def write_json(path: Path, rows: Sequence[Any]) -> None:
-    """Write the rows as a JSON list."""
-    path.write_bytes(
-        msgspec.json.format(msgspec.json.encode([asdict(row) for row in rows]), indent=1) + b"\n"
-    )
+    return said.lines

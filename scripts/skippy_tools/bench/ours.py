@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import msgspec
 import numpy as np
 from skippy_client import SkippyClient
 from skippy_orchestrator.deployment import Deployment
 from skippy_stage.engines import create_engine, prepare_environment
 from skippy_stage.engines.base import Batch, SequenceRows, StageEngine
 
-from skippy_tools.bench.rows import Sample
+from skippy_tools.bench.decode_rows import Sample
+from skippy_tools.bench.timed import read_together
 from skippy_tools.bench.workload import Workload
 from skippy_tools.repository import read_shape, stage_settings
 from skippy_tools.server import ServerProcess
-
-
-def with_stages(deployment: Deployment, stages: int) -> Deployment:
-    """The same deployment in another number of stages, on free ports."""
-    pipeline = msgspec.structs.replace(deployment.pipeline, stages=stages)
-    server = msgspec.structs.replace(deployment.server, http_port=0, grpc_port=0, metrics_port=0, aliases=())
-    return msgspec.structs.replace(deployment, pipeline=pipeline, stages=(), server=server)
 
 
 class InProcess:
@@ -93,15 +85,6 @@ class InProcess:
         self._engines.clear()
 
 
-@dataclass
-class _Stream:
-    """When the tokens of one stream came."""
-
-    started: float = 0.0
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
-    error: BaseException | None = None
-
-
 class Server:
     """The whole server, through its public gRPC stream."""
 
@@ -115,41 +98,17 @@ class Server:
     def measure(self) -> Sample:
         """One round: concurrent streams of the short prompts; the long prompt by itself."""
         work = self._workload
-        streams = self._run(work.prompts[: self.concurrency], work.decode_tokens)
+        streams = read_together(self._client, work.prompts[: self.concurrency], work.decode_tokens)
         starts = [stream.arrivals[0][0] for stream in streams]
         ends = [stream.arrivals[-1][0] for stream in streams]
         begin, end = max(starts), min(ends)
         counted = sum(n for stream in streams for at, n in stream.arrivals if begin < at <= end)
         prefill = None
         if self.concurrency == 1:
-            (long,) = self._run([work.long_prompt], 1)
-            prefill = len(work.long_prompt) / (long.arrivals[0][0] - long.started)
-        ttft = statistics.median(s.arrivals[0][0] - s.started for s in streams) * 1000
+            (long,) = read_together(self._client, [work.long_prompt], 1)
+            prefill = len(work.long_prompt) / long.ttft_s
+        ttft = statistics.median(stream.ttft_s for stream in streams) * 1000
         return Sample(counted / (end - begin), prefill, ttft)
-
-    def _run(self, prompts: Sequence[tuple[int, ...]], count: int) -> list[_Stream]:
-        streams = [_Stream() for _ in prompts]
-        threads = [
-            threading.Thread(target=self._stream, args=(stream, prompt, count))
-            for stream, prompt in zip(streams, prompts, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for stream in streams:
-            if stream.error is not None:
-                raise stream.error
-        return streams
-
-    def _stream(self, stream: _Stream, prompt: tuple[int, ...], count: int) -> None:
-        try:
-            stream.started = time.perf_counter()
-            for chunk in self._client.stream(input_ids=prompt, max_tokens=count, ignore_eos=True):
-                if chunk.token_ids:
-                    stream.arrivals.append((time.perf_counter(), len(chunk.token_ids)))
-        except BaseException as error:
-            stream.error = error
 
     def close(self) -> None:
         """Close the channel; the server is somebody else's."""

@@ -1,4 +1,7 @@
-"""Peers that run the same weights: transformers and llama.cpp."""
+"""Peers that run the same weights: transformers and llama.cpp.
+
+Of each there is the model as such, which answers prompts, and a subject of ``bench decode`` made from it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skippy_tools.bench.rows import Sample
+from skippy_tools.bench.decode_rows import Sample
 from skippy_tools.bench.workload import Workload
+
+LLAMA_CPP_BATCH = 512
+"""Rows that llama.cpp computes at once: the default of its ``n_ubatch``."""
 
 
 def installed(module: str) -> bool:
@@ -21,13 +27,13 @@ def installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-class Transformers:
+class TransformersModel:
     """``transformers`` generate in f32, its default on CPU, one sequence."""
 
     subject = "transformers"
     concurrency = 1
 
-    def __init__(self, model: Path, workload: Workload) -> None:
+    def __init__(self, model: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -35,22 +41,18 @@ class Transformers:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         self._torch = torch
-        self._workload = workload
         folder, options = (
             (str(model.parent), {"gguf_file": model.name}) if model.is_file() else (str(model), {})
         )
         with contextlib.redirect_stderr(io.StringIO()):  # the loader's own progress bar
             self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
 
-    def measure(self) -> Sample:
-        """One round: decode rate from two generations of different length, prefill from the long prompt."""
-        work = self._workload
-        first = self._generate(work.prompts[0], 1)
-        whole = self._generate(work.prompts[0], work.decode_tokens)
-        long = self._generate(work.long_prompt, 1)
-        return Sample((work.decode_tokens - 1) / (whole - first), len(work.long_prompt) / long, first * 1000)
+    def first_token_s(self, prompt: Sequence[int]) -> float:
+        """Seconds from a prompt to its first token, nothing of it being cached."""
+        return self.generate(prompt, 1)
 
-    def _generate(self, prompt: Sequence[int], count: int) -> float:
+    def generate(self, prompt: Sequence[int], count: int) -> float:
+        """Seconds for ``count`` tokens behind a prompt."""
         torch = self._torch
         ids = torch.tensor([list(prompt)])
         with torch.inference_mode():
@@ -68,6 +70,22 @@ class Transformers:
     def close(self) -> None:
         """Drop the model."""
         del self._model
+
+
+class Transformers(TransformersModel):
+    """The model as a subject of ``bench decode``."""
+
+    def __init__(self, model: Path, workload: Workload) -> None:
+        super().__init__(model)
+        self._workload = workload
+
+    def measure(self) -> Sample:
+        """One round: decode rate from two generations of different length, prefill from the long prompt."""
+        work = self._workload
+        first = self.first_token_s(work.prompts[0])
+        whole = self.generate(work.prompts[0], work.decode_tokens)
+        long = self.first_token_s(work.long_prompt)
+        return Sample((work.decode_tokens - 1) / (whole - first), len(work.long_prompt) / long, first * 1000)
 
 
 def llama_cpp_f16(source: Path, target: Path) -> Path:
@@ -96,17 +114,19 @@ def _silence_log() -> object:
     return callback
 
 
-class LlamaCpp:
-    """llama.cpp F16 through its C interface: one sequence, or one batch of several."""
+class LlamaCppModel:
+    """llama.cpp F16 through its C interface: one sequence, or one batch of several.
+
+    ``sequence_tokens`` is what each of ``concurrency`` sequences can hold.
+    """
 
     subject = "llama_cpp_f16"
 
-    def __init__(self, model: Path, workload: Workload, concurrency: int, threads: int) -> None:
+    def __init__(self, model: Path, sequence_tokens: int, concurrency: int, threads: int) -> None:
         import llama_cpp
 
         self.concurrency = concurrency
         self._c: Any = llama_cpp
-        self._workload = workload
         _silence_log()
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(
@@ -115,46 +135,34 @@ class LlamaCpp:
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(self._vocab)
         params = llama_cpp.llama_context_default_params()
-        each = max(len(workload.long_prompt), workload.prompt_tokens + workload.decode_tokens) + 64
-        params.n_ctx = concurrency * each
+        params.n_ctx = concurrency * sequence_tokens
         params.n_seq_max = concurrency
-        params.n_batch = params.n_ubatch = 512
+        params.n_batch = params.n_ubatch = LLAMA_CPP_BATCH
         params.n_threads = params.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(self._model, params)
-        self._batch = llama_cpp.llama_batch_init(512, 0, 1)
+        self._batch = llama_cpp.llama_batch_init(LLAMA_CPP_BATCH, 0, 1)
 
-    def measure(self) -> Sample:
-        """One round: prefill all sequences, decode them as one batch; the long prompt by itself."""
-        work = self._workload
-        prompts = work.prompts[: self.concurrency]
-        self._clear()
+    def first_token_s(self, prompt: Sequence[int]) -> float:
+        """Seconds from a prompt to its first token, nothing of it being cached."""
+        self.clear()
         started = time.perf_counter()
-        current = [self._prefill(i, prompt) for i, prompt in enumerate(prompts)]
-        first = time.perf_counter()
-        for step in range(work.decode_tokens - 1):
-            current = self._decode(current, len(prompts[0]) + step)
-        done = time.perf_counter()
-        prefill = None
-        if self.concurrency == 1:
-            self._clear()
-            again = time.perf_counter()
-            self._prefill(0, work.long_prompt)
-            prefill = len(work.long_prompt) / (time.perf_counter() - again)
-        decoded = self.concurrency * (work.decode_tokens - 1)
-        ttft = (first - started) * 1000 if self.concurrency == 1 else None
-        return Sample(decoded / (done - first), prefill, ttft)
+        self.prefill(0, prompt)
+        return time.perf_counter() - started
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget all sequences."""
         self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
 
-    def _prefill(self, sequence: int, prompt: Sequence[int]) -> int:
-        for start in range(0, len(prompt), 512):
-            chunk = prompt[start : start + 512]
+    def prefill(self, sequence: int, prompt: Sequence[int]) -> int:
+        """Compute a sequence's prompt; returns its first token."""
+        for start in range(0, len(prompt), LLAMA_CPP_BATCH):
+            chunk = prompt[start : start + LLAMA_CPP_BATCH]
             rows = [(t, start + i, sequence, start + i == len(prompt) - 1) for i, t in enumerate(chunk)]
             self._run(rows)
         return self._argmax(len(chunk) - 1)
 
-    def _decode(self, tokens: Sequence[int], position: int) -> list[int]:
+    def decode(self, tokens: Sequence[int], position: int) -> list[int]:
+        """Compute the tokens that sequences 0, 1 and so on have at a position; returns their next ones."""
         self._run([(token, position, sequence, True) for sequence, token in enumerate(tokens)])
         return [self._argmax(row) for row in range(len(tokens))]
 
@@ -181,3 +189,30 @@ class LlamaCpp:
         self._c.llama_batch_free(self._batch)
         self._c.llama_free(self._context)
         self._c.llama_model_free(self._model)
+
+
+class LlamaCpp(LlamaCppModel):
+    """The model as a subject of ``bench decode``."""
+
+    def __init__(self, model: Path, workload: Workload, concurrency: int, threads: int) -> None:
+        each = max(len(workload.long_prompt), workload.prompt_tokens + workload.decode_tokens) + 64
+        super().__init__(model, each, concurrency, threads)
+        self._workload = workload
+
+    def measure(self) -> Sample:
+        """One round: prefill all sequences, decode them as one batch; the long prompt by itself."""
+        work = self._workload
+        prompts = work.prompts[: self.concurrency]
+        self.clear()
+        started = time.perf_counter()
+        current = [self.prefill(i, prompt) for i, prompt in enumerate(prompts)]
+        first = time.perf_counter()
+        for step in range(work.decode_tokens - 1):
+            current = self.decode(current, len(prompts[0]) + step)
+        done = time.perf_counter()
+        prefill = None
+        if self.concurrency == 1:
+            prefill = len(work.long_prompt) / self.first_token_s(work.long_prompt)
+        decoded = self.concurrency * (work.decode_tokens - 1)
+        ttft = (first - started) * 1000 if self.concurrency == 1 else None
+        return Sample(decoded / (done - first), prefill, ttft)
