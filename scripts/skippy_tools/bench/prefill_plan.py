@@ -67,11 +67,11 @@ FULL = Plan(
     quiet_tokens=64,
 )
 QUICK = Plan(
-    rounds=3,
+    rounds=2,
     long_rounds=1,
     lengths=(128, 1000),
     policy_lengths=(1000,),
-    lock_step_tokens=4000,
+    lock_step_tokens=2000,
     shared_tokens=1000,
     beside_tokens=1000,
     quiet_tokens=32,
