@@ -108,8 +108,8 @@ def test_stages_inherit_from_the_pipeline() -> None:
     ("toml", "expected"),
     [
         ("", ("auto", 64, 0, 64 << 20)),
-        ('mode = "record"\npayload = "full-state"', ("full-state", 64, 0, 64 << 20)),
-        ('mode = "disabled"\npayload = "resident-kv"', ("off", 64, 0, 64 << 20)),
+        ('mode = "record"\npayload = "full-state"', ("full-state", 64, 0, 0)),
+        ('mode = "disabled"\npayload = "resident-kv"', ("off", 64, 0, 0)),
         ("max_entries = 5\nmax_bytes = 6\nactivation_bytes = 7", ("auto", 5, 6, 7)),
     ],
 )

@@ -1,0 +1,109 @@
+"""The deployment: the one description that everything else is generated from.
+
+A deployment file is TOML with one table per section below. Every field has a default, a range and one
+line of doc here; ``docs/configuration.md`` and every config.pbtxt are generated from it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from skippy_stage.settings import SettingsError
+
+from skippy_orchestrator.deployment.scheduling import (
+    PrefillSection,
+    PrefixCacheSection,
+    PrefixMode,
+    SchedulerSection,
+)
+from skippy_orchestrator.deployment.section import Section
+from skippy_orchestrator.deployment.serving import (
+    KvSection,
+    LimitsSection,
+    ModelSection,
+    PipelineSection,
+    SamplingSection,
+    ServerSection,
+    StageSection,
+)
+
+__all__ = [
+    "Deployment",
+    "KvSection",
+    "LimitsSection",
+    "ModelSection",
+    "OrchestratorSettings",
+    "PipelineSection",
+    "PrefillSection",
+    "PrefixCacheSection",
+    "PrefixMode",
+    "SamplingSection",
+    "SchedulerSection",
+    "Section",
+    "ServerSection",
+    "StageSection",
+    "effective_context",
+    "load_deployment",
+    "parse_deployment",
+]
+
+
+class Deployment(Section, frozen=True):
+    """A deployment: all sections together."""
+
+    model: ModelSection = ModelSection()
+    pipeline: PipelineSection = PipelineSection()
+    stages: tuple[StageSection, ...] = ()
+    kv: KvSection = KvSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    prefill: PrefillSection = PrefillSection()
+    prefix_cache: PrefixCacheSection = PrefixCacheSection()
+    limits: LimitsSection = LimitsSection()
+    sampling: SamplingSection = SamplingSection()
+    server: ServerSection = ServerSection()
+
+
+class OrchestratorSettings(Section, frozen=True, kw_only=True):
+    """What the orchestrator model is told: its share of the deployment, and the stages by name."""
+
+    model: str
+    context_tokens: int = 0
+    stages: Annotated[tuple[str, ...], Meta(min_length=1)]
+    scheduler: SchedulerSection = SchedulerSection()
+    prefill: PrefillSection = PrefillSection()
+    prefix_cache: PrefixCacheSection = PrefixCacheSection()
+    limits: LimitsSection = LimitsSection()
+    sampling: SamplingSection = SamplingSection()
+
+
+def effective_context(wanted: int, model: int) -> int:
+    """The context limit in tokens: ``wanted``, or the model's own when that is 0.
+
+    Raises SettingsError when more is wanted than the model was made for.
+    """
+    if wanted > model:
+        raise SettingsError(f"model.context_tokens: got {wanted}, expected at most {model}, the model's own")
+    return wanted or model
+
+
+def parse_deployment(text: str, source: str = "deployment") -> Deployment:
+    """Read a deployment from TOML; raises SettingsError naming the key and the limit."""
+    try:
+        return msgspec.convert(tomllib.loads(text), Deployment)
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{source}: not TOML: {error}") from None
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{source}: {error}") from None
+
+
+def load_deployment(path: Path) -> Deployment:
+    """Read a deployment file; raises SettingsError when it cannot be read or is wrong."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+    return parse_deployment(text, str(path))
