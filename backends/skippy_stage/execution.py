@@ -6,12 +6,13 @@ Invariants:
   batch, those that come after them apply behind it.
 * A step fails alone. ``forward`` names the past explicitly, so a batch that fails is run again sequence by
   sequence and only the culprit's step fails; later steps of the same session and epoch are skipped.
+* Proposals of a frame draft together: behind the batch come rounds of one row for each that wants more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -20,12 +21,12 @@ import numpy.typing as npt
 from skippy_stage import protocol
 from skippy_stage.engines.base import Batch, Hidden, SequenceRows, StageEngine
 from skippy_stage.errors import ErrorCode, SkippyError
-from skippy_stage.frame_queue import QueuedFrame, Urgent
+from skippy_stage.frame_queue import QueuedFrame, Tokens, Urgent
 from skippy_stage.prefix.activations import ActivationCache
 from skippy_stage.protocol import (
-    DecodeStep,
     OpenStep,
     PrefillStep,
+    ProposeStep,
     RowStep,
     Step,
     StepFailed,
@@ -33,7 +34,6 @@ from skippy_stage.protocol import (
     StepSkipped,
     StepStatus,
     StopStep,
-    VerifyStep,
 )
 from skippy_stage.sampling import sample_rows
 from skippy_stage.sessions import SessionTable, StageSession
@@ -53,9 +53,11 @@ class _Work:
     step: RowStep
     rows: SequenceRows
     start: int
-    tokens_start: int
+    tokens: Tokens
     known: Hidden | None = None
     """Its rows' output where that needs no computing (spec 4.9)."""
+    drafted: tuple[int, ...] = ()
+    """What a proposal has drafted before ``rows``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,11 @@ class FrameExecutor(Generic[R]):
         if frame.header.incarnation == urgent.incarnation:
             late = self._prepare(frame, urgent, statuses, work)
             hidden = self._compute(frame, work, statuses, threads)
+            self._draft(frame, work, statuses, threads)
             for index, step in late:
                 statuses[index] = self._control(step, (), urgent)
-        return Executed(tuple(statuses), hidden, sum(item.rows.rows for item in work), self._problem)
+        rows = sum(protocol.positions_of(item.step) for item in work)
+        return Executed(tuple(statuses), hidden, rows, self._problem)
 
     def _prepare(
         self, frame: QueuedFrame[R], urgent: Urgent, statuses: list[StepStatus], work: list[_Work]
@@ -102,18 +106,21 @@ class FrameExecutor(Generic[R]):
         with_rows: set[int] = set()
         row = token = 0
         for index, step in enumerate(frame.header.steps):
-            start, row = row, row + protocol.rows_of(step)
+            rows = protocol.rows_of(step)
+            start, row = row, row + rows
             tokens_start, token = token, token + protocol.tokens_of(step)
             if step.session in with_rows:
                 late.append((index, step))
-            elif not isinstance(step, PrefillStep | DecodeStep | VerifyStep):
+            elif not isinstance(step, RowStep):
                 tokens = frame.tokens[tokens_start:token].tolist()
                 statuses[index] = self._control(step, tokens, urgent)
             else:
                 status = self._blocked(step, urgent)
                 if status is None:
                     with_rows.add(step.session)
-                    status = self._start(frame, _Work(index, step, _rows(step), start, tokens_start), work)
+                    share = SequenceRows(step.session, step.pos_start, rows)
+                    inputs = frame.tokens[tokens_start : tokens_start + rows]
+                    status = self._start(_Work(index, step, share, start, inputs), work)
                 statuses[index] = status
         return late
 
@@ -140,19 +147,21 @@ class FrameExecutor(Generic[R]):
         except Exception as error:
             return self._failed(step, error)
 
-    def _start(self, frame: QueuedFrame[R], item: _Work, work: list[_Work]) -> StepStatus:
+    def _start(self, item: _Work, work: list[_Work]) -> StepStatus:
         """Line up a row step; its status is decided by the batch."""
-        step, rows = item.step, item.rows.rows
-        tokens = frame.tokens[item.tokens_start : item.tokens_start + rows].tolist()
+        step, info, tokens = item.step, self._engine.info, item.tokens.tolist()
         try:
+            if isinstance(step, ProposeStep) and not (info.is_first and info.is_last):
+                held = f"{info.first_layer} to {info.last_layer} of {info.n_layers}"
+                raise SkippyError(f"propose: the stage holds layers {held}, expected the whole model")
             if self._caches_activations and isinstance(step, PrefillStep) and step.pos_start == 0:
                 item.known = self._known_rows(step.session, tokens)
             if item.known is None:
                 self._sessions.align(step).tokens.extend(tokens)
         except Exception as error:
             return self._failed(step, error)
-        if self._engine.info.is_last:
-            item.rows = SequenceRows(step.session, step.pos_start, rows, protocol.predictions_of(step))
+        if info.is_last:
+            item.rows = replace(item.rows, logits=protocol.predictions_of(step))
         work.append(item)
         return _SKIPPED
 
@@ -179,6 +188,26 @@ class FrameExecutor(Generic[R]):
         ordered = [parts[item.index] for item in work if item.index in parts]
         return _joined(ordered, whole) if ordered else None
 
+    def _draft(
+        self, frame: QueuedFrame[R], work: list[_Work], statuses: list[StepStatus], threads: int
+    ) -> None:
+        """Let the proposals decode on from their drafts, one row each per round, until none wants more."""
+        while work := [item for item in work if self._feed(item, statuses[item.index])]:
+            self._run_rows(frame, work, statuses, threads, {})
+
+    def _feed(self, item: _Work, status: StepStatus) -> bool:
+        """Make the latest draft of a proposal its next row; False when it is done or has failed."""
+        step, rows = item.step, item.rows
+        if not isinstance(step, ProposeStep) or not isinstance(status, StepOk):
+            return False
+        if len(status.tokens) == step.drafts:
+            return False
+        item.drafted = status.tokens
+        item.rows = SequenceRows(step.session, rows.past + rows.rows, 1, 1)
+        item.tokens = np.array(status.tokens[-1:], np.int32)
+        self._session(item).tokens.append(status.tokens[-1])
+        return True
+
     def _run_rows(
         self,
         frame: QueuedFrame[R],
@@ -192,7 +221,7 @@ class FrameExecutor(Generic[R]):
             return self._forward(frame, work, statuses, threads, parts)
         except Exception as error:
             if len(work) == 1:
-                del self._session(work[0]).tokens[work[0].rows.past :]
+                del self._session(work[0]).tokens[work[0].step.pos_start :]
                 statuses[work[0].index] = self._failed(work[0].step, error)
                 return None
         for item in work:
@@ -207,7 +236,7 @@ class FrameExecutor(Generic[R]):
         threads: int,
         parts: dict[int, Hidden],
     ) -> Hidden | None:
-        tokens = _joined([frame.tokens[w.tokens_start : w.tokens_start + w.rows.rows] for w in work])
+        tokens = _joined([w.tokens for w in work])
         hidden = None
         if frame.hidden is not None:
             hidden = _joined([frame.hidden[w.start : w.start + w.rows.rows] for w in work], frame.hidden)
@@ -222,7 +251,7 @@ class FrameExecutor(Generic[R]):
                 sampling = self._session(item).sampling
                 predicted = sample_rows(output.logits[logit : logit + item.rows.logits], sampling, first)
                 logit += item.rows.logits
-            statuses[item.index] = StepOk(tokens=predicted) if predicted else _OK
+            statuses[item.index] = StepOk(tokens=item.drafted + predicted) if predicted else _OK
             if output.hidden is not None:
                 parts[item.index] = output.hidden[start : start + item.rows.rows]
                 self._keep_activation(item, parts[item.index])
@@ -251,10 +280,6 @@ class FrameExecutor(Generic[R]):
     def _failure(self, message: str) -> StepFailed:
         self._problem = message
         return StepFailed(code=ErrorCode.INTERNAL, message=message)
-
-
-def _rows(step: RowStep) -> SequenceRows:
-    return SequenceRows(step.session, step.pos_start, protocol.rows_of(step))
 
 
 def _joined(parts: list[npt.NDArray[S]], whole: npt.NDArray[S] | None = None) -> npt.NDArray[S]:

@@ -19,6 +19,7 @@ from skippy_stage.prefix.store import PrefixStore
 from skippy_stage.protocol import (
     OpenStep,
     ProbeStep,
+    ProposeStep,
     RecordStep,
     Restorable,
     RestoreStep,
@@ -28,6 +29,7 @@ from skippy_stage.protocol import (
     StepOk,
     StopStep,
     TrimStep,
+    positions_of,
     rows_of,
 )
 
@@ -103,6 +105,11 @@ class SessionTable:
             raise SkippyError(f"session is behind: has {have} positions, the step starts at {position}")
         if end > session.max_tokens:
             raise SkippyError(f"step ends at {end}, the session has room for {session.max_tokens}")
+        if isinstance(step, ProposeStep) and position + positions_of(step) > session.max_tokens:
+            raise SkippyError(
+                f"drafts: got {step.drafts}, expected at most {session.max_tokens - end + 1} behind position "
+                f"{end - 1}, the session has room for {session.max_tokens}"
+            )
         del session.tokens[position:]
         if session.probed:  # its rows start without a restore: the lease was a miss
             session.probed = ()

@@ -19,6 +19,7 @@ from skippy_stage.protocol import (
     PrefillStep,
     PrefixStatus,
     ProbeStep,
+    ProposeStep,
     RecordStep,
     Restorable,
     RestoreStep,
@@ -68,6 +69,14 @@ steps = st.one_of(
     ),
     st.builds(DecodeStep, session=ids, epoch=small, pos_start=small),
     st.builds(VerifyStep, session=ids, epoch=small, pos_start=small, rows=st.integers(1, 64), window=small),
+    st.builds(
+        ProposeStep,
+        session=ids,
+        epoch=small,
+        pos_start=small,
+        rows=st.integers(1, 999),
+        drafts=st.integers(1, protocol.MAX_DRAFTS),
+    ),
     st.builds(TrimStep, session=ids, epoch=small, length=small),
 )
 
@@ -181,6 +190,15 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
         ),
         (DecodeStep(session=1, epoch=-1, pos_start=0), "epoch -1"),
         (VerifyStep(session=1, epoch=0, pos_start=0, rows=0, window=1), "step with 0 rows"),
+        (ProposeStep(session=1, epoch=0, pos_start=0, rows=0, drafts=1), "step with 0 rows"),
+        (ProposeStep(session=1, epoch=0, pos_start=-1, rows=1, drafts=1), "position -1"),
+        (ProposeStep(session=1, epoch=-1, pos_start=0, rows=1, drafts=1), "epoch -1"),
+        (ProposeStep(session=1, epoch=0, pos_start=0, rows=1, drafts=0), "propose of 0 drafts, 1 to 64"),
+        (ProposeStep(session=1, epoch=0, pos_start=0, rows=1, drafts=65), "propose of 65 drafts, 1 to 64"),
+        (
+            ProposeStep(session=1, epoch=0, pos_start=0, rows=protocol.MAX_FRAME_ROWS + 1, drafts=1),
+            "rows in a frame, limit",
+        ),
         (OpenStep(session=1, max_tokens=0), "room for 0"),
         (TrimStep(session=1, epoch=0, length=-1), "trim to -1"),
         (ProbeStep(session=1, epoch=0, length=0), "probe of 0 tokens"),
@@ -193,10 +211,28 @@ def test_negative_counts_and_limits_are_refused(step: Step, message: str) -> Non
         protocol.decode_request(protocol.encode(FrameHeader(incarnation=1, frame=1, steps=(step,))))
 
 
-def test_a_session_has_one_row_step_per_frame() -> None:
-    twice = (DecodeStep(session=1, epoch=0, pos_start=3), DecodeStep(session=1, epoch=0, pos_start=4))
+@pytest.mark.parametrize(
+    "first",
+    [
+        DecodeStep(session=1, epoch=0, pos_start=3),
+        ProposeStep(session=1, epoch=0, pos_start=3, rows=1, drafts=2),
+    ],
+)
+def test_a_session_has_one_row_step_per_frame(first: Step) -> None:
+    twice = (first, DecodeStep(session=1, epoch=0, pos_start=4))
     with pytest.raises(ProtocolError, match="session 1 has two row steps"):
         protocol.decode_request(protocol.encode(FrameHeader(incarnation=1, frame=1, steps=twice)))
+
+
+def test_a_proposal_has_its_rows_in_the_frame_and_fills_positions_for_its_drafts() -> None:
+    step = ProposeStep(session=1, epoch=0, pos_start=7, rows=3, drafts=4)
+    assert (protocol.rows_of(step), protocol.tokens_of(step), protocol.predictions_of(step)) == (3, 3, 1)
+    assert protocol.positions_of(step) == 6
+
+
+@given(steps.filter(lambda step: not isinstance(step, ProposeStep)))
+def test_other_steps_fill_as_many_positions_as_they_have_rows(step: Step) -> None:
+    assert protocol.positions_of(step) == protocol.rows_of(step)
 
 
 def test_unknown_content_is_refused() -> None:

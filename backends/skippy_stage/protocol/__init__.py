@@ -26,6 +26,7 @@ frames run; steps they make stale answer ``skipped`` and give no rows.
 from skippy_stage.protocol.codec import decode_reply, decode_request, encode
 from skippy_stage.protocol.messages import (
     LINK_DTYPES,
+    MAX_DRAFTS,
     MAX_FRAME_ROWS,
     MAX_HEADER_BYTES,
     MAX_HIDDEN_BYTES,
@@ -56,6 +57,7 @@ from skippy_stage.protocol.steps import (
     OpenStep,
     PrefillStep,
     ProbeStep,
+    ProposeStep,
     RecordStep,
     RestoreStep,
     RowStep,
@@ -64,6 +66,7 @@ from skippy_stage.protocol.steps import (
     StopStep,
     TrimStep,
     VerifyStep,
+    positions_of,
     predictions_of,
     rows_of,
     tokens_of,
@@ -71,6 +74,7 @@ from skippy_stage.protocol.steps import (
 
 __all__ = [
     "LINK_DTYPES",
+    "MAX_DRAFTS",
     "MAX_FRAME_ROWS",
     "MAX_HEADER_BYTES",
     "MAX_HIDDEN_BYTES",
@@ -89,6 +93,7 @@ __all__ = [
     "PrefillStep",
     "PrefixStatus",
     "ProbeStep",
+    "ProposeStep",
     "RecordStep",
     "Refusal",
     "Reply",
@@ -110,6 +115,7 @@ __all__ = [
     "decode_reply",
     "decode_request",
     "encode",
+    "positions_of",
     "predictions_of",
     "rows_of",
     "tokens_of",

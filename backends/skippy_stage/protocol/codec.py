@@ -6,6 +6,7 @@ import msgspec
 
 from skippy_stage.errors import ProtocolError
 from skippy_stage.protocol.messages import (
+    MAX_DRAFTS,
     MAX_FRAME_ROWS,
     MAX_HEADER_BYTES,
     MAX_STEPS,
@@ -16,12 +17,13 @@ from skippy_stage.protocol.messages import (
     StageStatus,
 )
 from skippy_stage.protocol.steps import (
-    DecodeStep,
     OpenStep,
     PrefillStep,
     ProbeStep,
+    ProposeStep,
     RecordStep,
     RestoreStep,
+    RowStep,
     Step,
     TrimStep,
     VerifyStep,
@@ -78,7 +80,7 @@ def _check_frame(header: FrameHeader) -> None:
     for step in header.steps:
         _check_step(step)
         total += rows_of(step)
-        if isinstance(step, PrefillStep | DecodeStep | VerifyStep):
+        if isinstance(step, RowStep):
             if step.session in seen:
                 raise ProtocolError(f"session {step.session} has two row steps in one frame")
             seen.add(step.session)
@@ -87,11 +89,13 @@ def _check_frame(header: FrameHeader) -> None:
 
 
 def _check_step(step: Step) -> None:
+    if isinstance(step, RowStep) and (step.pos_start < 0 or step.epoch < 0):
+        raise ProtocolError(f"step with position {step.pos_start} and epoch {step.epoch}")
     match step:
-        case PrefillStep() | VerifyStep() if step.rows < 1:
+        case PrefillStep() | VerifyStep() | ProposeStep() if step.rows < 1:
             raise ProtocolError(f"step with {step.rows} rows, at least 1")
-        case PrefillStep() | DecodeStep() | VerifyStep() if step.pos_start < 0 or step.epoch < 0:
-            raise ProtocolError(f"step with position {step.pos_start} and epoch {step.epoch}")
+        case ProposeStep() if not 1 <= step.drafts <= MAX_DRAFTS:
+            raise ProtocolError(f"propose of {step.drafts} drafts, 1 to {MAX_DRAFTS}")
         case PrefillStep() if step.lookahead < 0:
             raise ProtocolError(f"step with {step.lookahead} look-ahead tokens")
         case OpenStep() if step.max_tokens < 1:

@@ -17,6 +17,8 @@ TENSOR_RESULT: Final = "result"
 MAX_FRAME_ROWS: Final = 1 << 20
 """Rows in one frame (spec 2.2: sideband values)."""
 MAX_STEPS: Final = 1 << 16
+MAX_DRAFTS: Final = 64
+"""Drafts of one proposal."""
 MAX_HIDDEN_BYTES: Final = 512 << 20
 """Bytes of one hidden tensor (spec 2.2: activation payload)."""
 MAX_HEADER_BYTES: Final = 8 << 20

@@ -121,6 +121,22 @@ class VerifyStep(Message, tag="verify", frozen=True, kw_only=True):
     window: int
 
 
+class ProposeStep(Message, tag="propose", frozen=True, kw_only=True):
+    """Draft ``drafts`` tokens behind ``rows`` committed ones from ``pos_start``, on a stage with the whole model.
+
+    The rows are what the draft model has not seen yet, the session's current token last. The first draft is
+    what the last row predicts, every further one comes from a decode of the draft before it. All of them are
+    drawn as the session's own tokens at their positions. Afterwards the session holds the rows and all drafts
+    but the last; the next step's ``pos_start`` cuts those that the target did not take.
+    """
+
+    session: int
+    epoch: int
+    pos_start: int
+    rows: int
+    drafts: int
+
+
 class TrimStep(Message, tag="trim", frozen=True, kw_only=True):
     """Cut the session back to ``length`` positions without running a row."""
 
@@ -129,15 +145,15 @@ class TrimStep(Message, tag="trim", frozen=True, kw_only=True):
     length: int
 
 
-RowStep: TypeAlias = PrefillStep | DecodeStep | VerifyStep
+RowStep: TypeAlias = PrefillStep | DecodeStep | VerifyStep | ProposeStep
 Control: TypeAlias = OpenStep | ProbeStep | RestoreStep | RecordStep | TrimStep | StopStep
 Step: TypeAlias = OpenStep | ProbeStep | RestoreStep | RecordStep | TrimStep | StopStep | RowStep
 
 
 def rows_of(step: Step) -> int:
-    """Rows that a step executes; 0 for controls."""
+    """Rows that a step has in the frame; 0 for controls."""
     match step:
-        case PrefillStep() | VerifyStep():
+        case PrefillStep() | VerifyStep() | ProposeStep():
             return step.rows
         case DecodeStep():
             return 1
@@ -145,12 +161,17 @@ def rows_of(step: Step) -> int:
             return 0
 
 
+def positions_of(step: Step) -> int:
+    """Positions that a step fills: its rows, and the drafts that a proposal decodes from; 0 for controls."""
+    return rows_of(step) + (step.drafts - 1 if isinstance(step, ProposeStep) else 0)
+
+
 def predictions_of(step: Step) -> int:
     """How many of the step's last rows predict a token on the last stage."""
     match step:
         case PrefillStep():
             return int(step.sample)
-        case DecodeStep():
+        case DecodeStep() | ProposeStep():
             return 1
         case VerifyStep():
             return step.rows
