@@ -1,0 +1,130 @@
+"""Sections about speculative decoding: the plan of spec 7.2 with its limits, and plans by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from skippy_orchestrator.deployment.section import Section
+
+NgramKind = Literal["suffix", "cache", "simple"]
+
+_MOST_NGRAM: dict[NgramKind, int] = {"cache": 4, "suffix": 64, "simple": 64}
+_LEAST_NGRAM: dict[NgramKind, int] = {"cache": 1, "suffix": 3, "simple": 1}
+
+PLAN_NAME = r"^[A-Za-z][A-Za-z0-9_-]*$"
+
+
+class NativeMtpSection(Section, frozen=True):
+    """Drafts of the model's own multi-token prediction head."""
+
+    enabled: Annotated[bool, Meta(description="Whether requests use the head, where the model has one.")] = (
+        False
+    )
+    max_draft_tokens: Annotated[int, Meta(ge=1, le=64, description="Tokens that the head drafts at once.")] = 1
+    min_draft_tokens: Annotated[
+        int, Meta(ge=0, description="Shorter drafts are not used; at most max_draft_tokens.")
+    ] = 0
+    reject_cooldown_tokens: Annotated[
+        int, Meta(ge=0, description="Tokens that are decoded one by one after a rejected draft.")
+    ] = 0
+    suppress_cooldown_drafts: Annotated[
+        bool, Meta(description="Whether drafts that come during such a cooldown are dropped.")
+    ] = False
+    suppress_cooldown_draft_limit: Annotated[
+        int, Meta(ge=0, description="Drafts dropped at the start of every cooldown, even so.")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        if self.min_draft_tokens > self.max_draft_tokens:
+            raise ValueError(
+                f"native_mtp.min_draft_tokens: got {self.min_draft_tokens}, expected at most "
+                f"max_draft_tokens, {self.max_draft_tokens}"
+            )
+
+
+class NgramSection(Section, frozen=True, kw_only=True):
+    """Drafts copied from what the text already holds."""
+
+    kind: Annotated[
+        NgramKind,
+        Meta(
+            description="`suffix`: what followed the longest earlier match; `cache`: the most frequent follower, token "
+            "by token; `simple`: what followed the last match."
+        ),
+    ] = "cache"
+    min_ngram: Annotated[
+        int, Meta(ge=1, description="Tokens that must match at least; 3 and more with `suffix`.")
+    ]
+    max_ngram: Annotated[
+        int, Meta(ge=1, description="Tokens of a match that are looked at; at most 4 with `cache`, else 64.")
+    ]
+    max_proposal_tokens: Annotated[int, Meta(ge=1, le=512, description="Tokens of a proposal at most.")]
+
+    def __post_init__(self) -> None:
+        least, most = _LEAST_NGRAM[self.kind], _MOST_NGRAM[self.kind]
+        if self.min_ngram < least:
+            raise ValueError(
+                f"ngram.min_ngram: got {self.min_ngram}, expected at least {least} with {self.kind!r}"
+            )
+        if self.max_ngram > most:
+            raise ValueError(
+                f"ngram.max_ngram: got {self.max_ngram}, expected at most {most} with {self.kind!r}"
+            )
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(
+                f"ngram.min_ngram: got {self.min_ngram}, expected at most max_ngram, {self.max_ngram}"
+            )
+
+
+class ExtensionSection(Section, frozen=True, kw_only=True):
+    """Drafts of the MTP head that are continued by n-grams."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=512, description="Tokens that n-grams add at most.")]
+
+
+class VerifyWindowSection(Section, frozen=True):
+    """How drafts are verified."""
+
+    min_tokens: Annotated[int, Meta(ge=1, description="Least tokens of an adaptive window.")] = 1
+    max_tokens: Annotated[int, Meta(ge=1, le=512, description="Most tokens of a window.")] = 4
+    pipeline_depth: Annotated[
+        int, Meta(ge=1, le=64, description="Windows of one request in flight over the stages; 1 is one by one.")
+    ] = 1
+
+    def __post_init__(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"verify_window.min_tokens: got {self.min_tokens}, expected at most max_tokens, {self.max_tokens}"
+            )
+
+
+class SpeculationPlan(Section, frozen=True):
+    """How a request speculates. Without a proposer it decodes token by token."""
+
+    native_mtp: NativeMtpSection = NativeMtpSection()
+    ngram: NgramSection | None = None
+    extension: ExtensionSection | None = None
+    verify_window: VerifyWindowSection = VerifyWindowSection()
+    speculative_window: Annotated[
+        int, Meta(ge=0, le=64, description="Most tokens of a window that a draft model or n-grams fill at depth 1.")
+    ] = 4
+    adaptive_speculative_window: Annotated[
+        bool, Meta(description="Whether that window grows with accepted drafts and shrinks with rejected ones.")
+    ] = False
+    draft_acceptance_threshold: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Windows of which a smaller share is accepted count as rejected whole."),
+    ] = 0.0
+    draft_split_probability: Annotated[
+        float, Meta(ge=0, le=1, description="Chance at each token that a window is cut there, for experiments.")
+    ] = 0.0
+    back_off: Annotated[
+        bool, Meta(description="Whether n-grams rest for a while when what they propose does not pay.")
+    ] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.extension is not None and not (self.native_mtp.enabled and self.ngram is not None):
+            raise ValueError("extension: needs native_mtp.enabled and ngram")

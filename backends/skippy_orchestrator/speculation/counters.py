@@ -1,0 +1,132 @@
+"""What speculation did for one request, and how requests add up (spec 7.3 to 7.6, 13.3 row 20)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from skippy_orchestrator.speculation.classify import Outcome, SerialDecision, WindowDecision
+
+POSITIONS = 16
+"""Positions of a window that are told apart; later ones count with the last."""
+
+
+@dataclass(slots=True)
+class Proposed:
+    """Tokens that were verified, and those of them that were right."""
+
+    tokens: int = 0
+    accepted: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Share that was right; 0 without any."""
+        return self.accepted / self.tokens if self.tokens else 0.0
+
+
+@dataclass(slots=True)
+class SpeculationCounters:
+    """Counters with the spec's names; stale windows are in none of them but ``stale_windows``."""
+
+    serial_steps: int = 0
+    serial_windows: int = 0
+    """Windows without a free token (spec 7.3)."""
+    verify_windows: int = 0
+    """Windows one at a time with a free token (spec 7.4)."""
+    pipelined_windows: int = 0
+    stale_windows: int = 0
+    window_tokens: int = 0
+    """Tokens that windows committed, the target's own included."""
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    """Drafts that were right and are in the text, whatever became of the rest of their window."""
+    accepted_tokens: int = 0
+    """As the spec counts: those of a pipelined window only when it was accepted whole."""
+    rejected_tokens: int = 0
+    full_accept_windows: int = 0
+    accepted_stop_windows: int = 0
+    rejected_windows: int = 0
+    early_reject_windows: int = 0
+    tail_reject_windows: int = 0
+    early_reject_stop_windows: int = 0
+    first_reject_position_sum: int = 0
+    dependent_rejects: int = 0
+    """Free tokens that were not what a buffered proposal continued with (spec 7.4)."""
+    tail_rejects: int = 0
+    """Proposals whose n-gram part was rejected behind an accepted native part."""
+    rests: int = 0
+    """How often a proposer was rested because it did not pay."""
+    by_source: dict[str, Proposed] = field(default_factory=dict)
+    by_position: list[Proposed] = field(default_factory=list)
+
+    @property
+    def windows(self) -> int:
+        """Windows that were verified, of all paths."""
+        return self.serial_windows + self.verify_windows + self.pipelined_windows
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens committed per window: its accepted drafts and the target's own token; 0 without any."""
+        return self.window_tokens / self.windows if self.windows else 0.0
+
+    def count_drafts(self, source: str, drafts: int, accepted: int) -> None:
+        """A window with drafts of one source was verified: the first ``accepted`` of them were right.
+
+        What lies behind the first wrong one was never judged.
+        """
+        self.draft_tokens += drafts
+        self.accepted_draft_tokens += accepted
+        of = self.by_source.setdefault(source, Proposed())
+        of.tokens += drafts
+        of.accepted += accepted
+        for position in range(min(accepted + 1, drafts)):
+            index = min(position, POSITIONS - 1)
+            while len(self.by_position) <= index:
+                self.by_position.append(Proposed())
+            self.by_position[index].tokens += 1
+            self.by_position[index].accepted += position < accepted
+
+    def count_serial_window(self, decision: SerialDecision) -> None:
+        """A window of spec 7.3 was decided."""
+        self.serial_windows += 1
+        self.accepted_tokens += decision.accepted
+        outcome = decision.outcome
+        self.full_accept_windows += outcome is Outcome.FULL_ACCEPT
+        self.accepted_stop_windows += outcome is Outcome.ACCEPTED_STOP
+        if outcome.rejected:
+            self.rejected_tokens += 1
+            self.rejected_windows += 1
+            self.first_reject_position_sum += decision.commit
+            self.tail_reject_windows += outcome is Outcome.TAIL_REJECT
+            self.early_reject_windows += outcome is not Outcome.TAIL_REJECT
+            self.early_reject_stop_windows += outcome is Outcome.EARLY_REJECT_STOP
+
+    def count_pipelined_window(self, drafts: int, decision: WindowDecision, *, full: bool) -> None:
+        """A window of spec 7.6 was decided; an accepted end inside it counts as a rejection there."""
+        self.pipelined_windows += 1
+        accepted = decision.accepted
+        if full:
+            self.accepted_tokens += accepted
+            self.full_accept_windows += 1
+        else:
+            self.rejected_tokens += max(drafts - accepted, 1)
+            self.rejected_windows += 1
+            self.early_reject_windows += accepted + 1 < drafts
+            self.first_reject_position_sum += accepted + 1
+
+    def add(self, other: SpeculationCounters) -> None:
+        """Add what another request did."""
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, int):
+                setattr(self, each.name, mine + theirs)
+        for source, proposed in other.by_source.items():
+            _add(self.by_source.setdefault(source, Proposed()), proposed)
+        while len(self.by_position) < len(other.by_position):
+            self.by_position.append(Proposed())
+        for mine, theirs in zip(self.by_position, other.by_position, strict=False):
+            _add(mine, theirs)
+
+
+def _add(to: Proposed, what: Proposed) -> None:
+    to.tokens += what.tokens
+    to.accepted += what.accepted

@@ -1,0 +1,63 @@
+"""What followed the longest earlier occurrence of the text's end (spec 7.8, *suffix*)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from skippy_orchestrator.speculation.proposers.history import IndexedHistory
+
+_MAX_SEED: Final = 8
+_MAX_CANDIDATES: Final = 64
+_LEAST_DRAFT: Final = 4
+
+
+class SuffixProposer(IndexedHistory):
+    """Finds candidates by their last few tokens, most recent first, and keeps the longest match."""
+
+    name = "suffix"
+
+    def __init__(self, min_match: int, window: int, max_proposal: int) -> None:
+        super().__init__()
+        self._min_match = min_match
+        self._window = window
+        self._max_proposal = max_proposal
+        self._seed = min(min_match, _MAX_SEED)
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+
+    def _index(self, end: int) -> None:
+        if end + 1 >= self._seed:
+            self._ends.setdefault(tuple(self._tokens[end + 1 - self._seed : end + 1]), []).append(end)
+
+    def _forget(self) -> None:
+        self._ends.clear()
+
+    def _propose(self, continuation: Sequence[int], limit: int) -> list[int]:
+        query = self._last(continuation, max(self._window, self._min_match))
+        if len(query) < self._min_match:
+            return []
+        best = best_end = examined = 0
+        for end in reversed(self._ends.get(tuple(query[-self._seed :]), ())):
+            if end + 1 >= len(self._tokens):
+                continue
+            examined += 1
+            match = self._match(query, end)
+            if match > best:
+                best, best_end = match, end
+            if best >= self._window or examined >= _MAX_CANDIDATES:
+                break
+        self.stats.candidates_examined += examined
+        if best < self._min_match:
+            return []
+        count = min(limit, self._max_proposal, max(2 * best, _LEAST_DRAFT))
+        draft = self._tokens[best_end + 1 : best_end + 1 + count]
+        self.stats.hit(len(draft), best)
+        return draft
+
+    def _match(self, query: Sequence[int], end: int) -> int:
+        """How many tokens back from ``end`` equal the end of the query, at most the window."""
+        most = min(self._window, end + 1, len(query))
+        length = 0
+        while length < most and self._tokens[end - length] == query[-1 - length]:
+            length += 1
+        return length
