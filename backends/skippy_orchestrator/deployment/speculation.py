@@ -22,7 +22,9 @@ class NativeMtpSection(Section, frozen=True):
     enabled: Annotated[bool, Meta(description="Whether requests use the head, where the model has one.")] = (
         False
     )
-    max_draft_tokens: Annotated[int, Meta(ge=1, le=64, description="Tokens that the head drafts at once.")] = 1
+    max_draft_tokens: Annotated[
+        int, Meta(ge=1, le=64, description="Tokens that the head drafts at once.")
+    ] = 1
     min_draft_tokens: Annotated[
         int, Meta(ge=0, description="Shorter drafts are not used; at most max_draft_tokens.")
     ] = 0
@@ -90,7 +92,8 @@ class VerifyWindowSection(Section, frozen=True):
     min_tokens: Annotated[int, Meta(ge=1, description="Least tokens of an adaptive window.")] = 1
     max_tokens: Annotated[int, Meta(ge=1, le=512, description="Most tokens of a window.")] = 4
     pipeline_depth: Annotated[
-        int, Meta(ge=1, le=64, description="Windows of one request in flight over the stages; 1 is one by one.")
+        int,
+        Meta(ge=1, le=64, description="Windows of one request in flight over the stages; 1 is one by one."),
     ] = 1
 
     def __post_init__(self) -> None:
@@ -108,17 +111,22 @@ class SpeculationPlan(Section, frozen=True):
     extension: ExtensionSection | None = None
     verify_window: VerifyWindowSection = VerifyWindowSection()
     speculative_window: Annotated[
-        int, Meta(ge=0, le=64, description="Most tokens of a window that a draft model or n-grams fill at depth 1.")
+        int,
+        Meta(
+            ge=0, le=64, description="Most tokens of a window that a draft model or n-grams fill at depth 1."
+        ),
     ] = 4
     adaptive_speculative_window: Annotated[
-        bool, Meta(description="Whether that window grows with accepted drafts and shrinks with rejected ones.")
+        bool,
+        Meta(description="Whether that window grows with accepted drafts and shrinks with rejected ones."),
     ] = False
     draft_acceptance_threshold: Annotated[
         float,
         Meta(ge=0, le=1, description="Windows of which a smaller share is accepted count as rejected whole."),
     ] = 0.0
     draft_split_probability: Annotated[
-        float, Meta(ge=0, le=1, description="Chance at each token that a window is cut there, for experiments.")
+        float,
+        Meta(ge=0, le=1, description="Chance at each token that a window is cut there, for experiments."),
     ] = 0.0
     back_off: Annotated[
         bool, Meta(description="Whether n-grams rest for a while when what they propose does not pay.")
