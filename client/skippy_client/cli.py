@@ -57,6 +57,14 @@ CacheKey = Annotated[
     str | None, typer.Option(help="Share cached prompt prefixes only with requests of the same key.")
 ]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until giving up on an answer.", min=0.001)]
+Speculation = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PLAN",
+        help="How to guess ahead: off, a plan's name, limits such as window=4,depth=1, or a name and limits.",
+        show_default=False,
+    ),
+]
 Stats = Annotated[
     bool, typer.Option("--stats", "--verbose", "-v", help="Print tokens, times and rates to standard error.")
 ]
@@ -101,6 +109,7 @@ def generate(
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
     cache_key: CacheKey = None,
+    speculation: Speculation = None,
     timeout: Timeout = None,
     as_json: AsJson = False,
     stats: Stats = False,
@@ -117,7 +126,9 @@ def generate(
 
       skippy generate - < prompt.txt
     """
-    options = gather_options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, cache_key)
+    options = gather_options(
+        max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, cache_key, speculation
+    )
     with exit_codes(), SkippyClient(url, model=model, timeout=timeout) as client:
         text = sys.stdin.read() if prompt == "-" else prompt
         answer_once(client.stream(text, **options), as_json, stats)
@@ -143,6 +154,7 @@ def chat(
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
     cache_key: CacheKey = None,
+    speculation: Speculation = None,
     timeout: Timeout = None,
     as_json: AsJson = False,
     stats: Stats = False,
@@ -162,7 +174,9 @@ def chat(
 
       skippy chat < questions.txt
     """
-    options = gather_options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, cache_key)
+    options = gather_options(
+        max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, cache_key, speculation
+    )
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     with exit_codes(), SkippyClient(url, model=model, timeout=timeout) as client:
         if message is None:
@@ -224,6 +238,7 @@ def gather_options(
     stop: list[str] | None,
     ignore_eos: bool,
     cache_key: str | None,
+    speculation: str | None,
 ) -> GenerateOptions:
     """The library's options from the command line's; what wasn't given stays the server's default."""
     return GenerateOptions(
@@ -236,6 +251,7 @@ def gather_options(
         stop_words=stop,
         ignore_eos=ignore_eos or None,
         prompt_cache_key=cache_key,
+        speculation=speculation,
     )
 
 

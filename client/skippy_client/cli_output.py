@@ -52,8 +52,19 @@ def describe_stats(generation: Generation) -> str:
         f"finish_reason {generation.finish_reason}",
         *([] if generation.seed is None else [f"seed {generation.seed}"]),
         *([] if cache is None else [describe_cache(cache)]),
+        *describe_drafts(generation),
     ]
     return ", ".join(parts)
+
+
+def describe_drafts(generation: Generation) -> list[str]:
+    """How many of the tokens that were guessed ahead were right; nothing where there were none."""
+    rate = generation.acceptance_rate
+    if rate is None:
+        return []
+    return [
+        f"{generation.total_accepted_draft_tokens} of {generation.total_draft_tokens} drafts right ({rate:.0%})"
+    ]
 
 
 def describe_cache(stats: Mapping[str, Any]) -> str:

@@ -61,4 +61,6 @@ class Collector:
             timings=Timings(first - self._started, self._ended - self._started),
             cached_tokens=self._last.cached_tokens,
             cache_stats=self._last.cache_stats,
+            total_draft_tokens=self._last.total_draft_tokens,
+            total_accepted_draft_tokens=self._last.total_accepted_draft_tokens,
         )

@@ -32,6 +32,8 @@ class GenerateOptions(TypedDict, total=False):
         stop_words: texts that end the generation; they aren't part of the output.
         prompt_cache_key: only requests with the same key share cached prefixes, and those without one
             share among themselves.
+        speculation: how the server guesses ahead: ``off``, a plan's name, limits such as
+            ``window=4,depth=1``, or a name and limits. The text doesn't depend on it.
         request_id: a name for the request, shown in the server's logs.
         timeout: seconds until GenerationTimeout; overrides the client's.
     """
@@ -47,6 +49,7 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool | None
     stop_words: str | Sequence[str] | None
     prompt_cache_key: str | None
+    speculation: str | None
     request_id: str | None
     timeout: float | None
 
@@ -55,8 +58,8 @@ class GenerateOptions(TypedDict, total=False):
 class Chunk:
     """One response of a stream. Text, tokens and ``num_output_tokens`` are what is new in it.
 
-    ``finish_reason`` is empty until the last chunk, then ``"stop"`` or ``"length"``. ``cached_tokens`` and
-    ``cache_stats`` come with the last chunk too, 0 and None before; see Generation.
+    ``finish_reason`` is empty until the last chunk, then ``"stop"`` or ``"length"``. What the
+    caches and speculation did comes with the last chunk too, 0 and None before; see Generation.
     """
 
     text: str
@@ -67,6 +70,8 @@ class Chunk:
     seed: int | None
     cached_tokens: int = 0
     cache_stats: Mapping[str, Any] | None = field(default=None, hash=False)
+    total_draft_tokens: int = 0
+    total_accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,8 @@ class Generation:
     ``cached_tokens`` of the prompt's tokens weren't computed again. ``cache_stats`` is the server's record
     of what its prefix cache did for this request: ``status`` and ``hit_kind``, counts of tokens, times in
     milliseconds. 0 and None come from a server without a prefix cache.
+
+    Of ``total_draft_tokens`` that were guessed ahead and verified, ``total_accepted_draft_tokens`` were right.
     """
 
     text: str
@@ -95,6 +102,14 @@ class Generation:
     timings: Timings
     cached_tokens: int = 0
     cache_stats: Mapping[str, Any] | None = field(default=None, hash=False)
+    total_draft_tokens: int = 0
+    total_accepted_draft_tokens: int = 0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the drafts that was right, or None where there were none."""
+        drafts = self.total_draft_tokens
+        return self.total_accepted_draft_tokens / drafts if drafts else None
 
     @property
     def tokens_per_s(self) -> float | None:

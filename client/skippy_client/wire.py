@@ -75,6 +75,8 @@ def build_request(model: str, prompt: str | None, **options: Unpack[GenerateOpti
             _add_texts(request, "stop_words", "stop_words", words)
     if (key := options.get("prompt_cache_key")) is not None:
         _add_texts(request, "prompt_cache_key", "prompt_cache_key", [key])
+    if (plan := options.get("speculation")) is not None:
+        _add_texts(request, "speculation", "speculation", [plan])
     _add(request, "stream", np.array([[True]]))
     return request
 
@@ -133,6 +135,8 @@ def parse_chunk(response: Any) -> Chunk:
         seed=None if seed is None else int(seed),
         cached_tokens=int(_scalar(result, "cached_tokens") or 0),
         cache_stats=None if cache_stats is None else _object("cache_stats", cache_stats),
+        total_draft_tokens=int(_scalar(result, "total_draft_tokens") or 0),
+        total_accepted_draft_tokens=int(_scalar(result, "total_accepted_draft_tokens") or 0),
     )
 
 

@@ -20,7 +20,8 @@ class Script:
     hang: say nothing until cancelled; finals: how many last responses; echo: the inputs as text;
     omit: outputs left out; gate: wait before every token but the first until a request with opens of that
     name has come; together: [name, n], wait until n of that name run; text: of the tokens; cache: the
-    record of the prefix cache that comes with last responses, none by default."""
+    record of the prefix cache that comes with last responses, none by default; drafts: [total, accepted],
+    which come with last responses too."""
 
     def __init__(self, text):
         plan = json.loads(text) if text.startswith("{") else {}
@@ -36,6 +37,7 @@ class Script:
         self.together = plan.get("together", ["", 0])
         self.text = plan.get("text")
         self.cache = plan.get("cache")
+        self.drafts = plan.get("drafts")
 
 
 class TritonPythonModel:
@@ -183,6 +185,10 @@ def response(text, ids, reason, script):
         cached = script.cache["cached_prompt_tokens"]
         outputs["cached_tokens"] = np.array([[cached]], dtype=np.int32)
         outputs["cache_stats"] = np.array([[json.dumps(script.cache).encode()]], dtype=np.object_)
+    if reason and script.drafts is not None:
+        total, accepted = script.drafts
+        outputs["total_draft_tokens"] = np.array([[total]], dtype=np.int32)
+        outputs["total_accepted_draft_tokens"] = np.array([[accepted]], dtype=np.int32)
     return pb_utils.InferenceResponse(
         [pb_utils.Tensor(name, value) for name, value in outputs.items() if name not in script.omit]
     )

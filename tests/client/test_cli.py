@@ -116,6 +116,23 @@ def test_cache_key_and_record(url: str) -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_how_to_guess_and_what_came_of_it(url: str, command: str) -> None:
+    plan = json.dumps({"text": "a", "drafts": [8, 6]})
+    result = RUNNER.invoke(app, [command, plan, "--url", url, "--speculation", "ngram", "--stats"])
+    assert result.exit_code == 0
+    assert ", 6 of 8 drafts right (75%)" in result.stderr
+    plain = RUNNER.invoke(app, [command, '{"text": "a"}', "--url", url, "--stats"])
+    assert "drafts" not in plain.stderr, "nothing was guessed"
+    plan = json.dumps({"echo": True, "drafts": [8, 6]})
+    answer = json.loads(
+        RUNNER.invoke(app, [command, plan, "--url", url, "--json", "--speculation", "ngram,depth=2"]).stdout
+    )
+    assert json.loads(answer["text"])["speculation"][2] == ["ngram,depth=2"]
+    assert (answer["total_draft_tokens"], answer["total_accepted_draft_tokens"]) == (8, 6)
+
+
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("stats", "shown", "ends"),
     [

@@ -39,6 +39,16 @@ def test_cache_record_is_the_last_chunk_s() -> None:
     assert (result.cached_tokens, result.cache_stats) == (5, stats)
 
 
+def test_drafts_are_the_last_chunk_s() -> None:
+    collector = Collector(0.0)
+    collector.add(chunk("a", (1,)), 1.0)
+    last = chunk("b", (2,), "stop")
+    collector.add(replace(last, total_draft_tokens=4, total_accepted_draft_tokens=1), 2.0)
+    result = collector.result()
+    assert (result.total_draft_tokens, result.total_accepted_draft_tokens) == (4, 1)
+    assert result.acceptance_rate == 0.25
+
+
 def test_answer_without_tokens() -> None:
     collector = Collector(0.0)
     collector.add(chunk("", (), "stop"), 2.0)

@@ -66,16 +66,18 @@ def test_inputs_arrive_as_sent(client: SkippyClient) -> None:
         "ignore_eos": True,
         "stop_words": ["a", "é"],
         "prompt_cache_key": "né",
+        "speculation": "ngram,depth=2",
     }
     seen = json.loads(client.generate(script(echo=True), **options).text)
     assert seen.pop("text_input") == ["object", [1, 1], [script(echo=True)]]
     assert seen.pop("stream") == ["bool", [1, 1], [True]]
     assert seen.pop("stop_words") == ["object", [1, 2], ["a", "é"]]
     assert seen.pop("prompt_cache_key") == ["object", [1, 1], ["né"]]
+    assert seen.pop("speculation") == ["object", [1, 1], ["ngram,depth=2"]]
     kinds = {"seed": "uint64", "ignore_eos": "bool", "max_tokens": "int32", "top_k": "int32"}
     for name in seen:
         assert seen[name] == [kinds.get(name, "float32"), [1, 1], [options[name]]]
-    assert sorted(seen) == sorted(options.keys() - {"stop_words", "prompt_cache_key"})
+    assert sorted(seen) == sorted(options.keys() - {"stop_words", "prompt_cache_key", "speculation"})
 
 
 def test_cache_record_comes_with_the_last_chunk(client: SkippyClient) -> None:
@@ -86,6 +88,23 @@ def test_cache_record_comes_with_the_last_chunk(client: SkippyClient) -> None:
     assert (result.cached_tokens, result.cache_stats) == (5, stats)
     older = client.generate(script(tokens=2))
     assert (older.cached_tokens, older.cache_stats) == (0, None)
+
+
+def test_what_was_guessed_comes_with_the_last_chunk(client: SkippyClient) -> None:
+    stream = client.stream(script(tokens=2, drafts=[8, 6]))
+    assert [(chunk.total_draft_tokens, chunk.total_accepted_draft_tokens) for chunk in stream] == [
+        (0, 0),
+        (8, 6),
+    ]
+    result = stream.result()
+    assert (result.total_draft_tokens, result.total_accepted_draft_tokens) == (8, 6)
+    assert result.acceptance_rate == 0.75
+    older = client.generate(script(tokens=2))
+    assert (older.total_draft_tokens, older.total_accepted_draft_tokens, older.acceptance_rate) == (
+        0,
+        0,
+        None,
+    )
 
 
 def test_ids_and_messages(client: SkippyClient) -> None:

@@ -50,6 +50,7 @@ def test_request_types_and_shapes() -> None:
         ignore_eos=False,
         stop_words=["a", "b\x00é"],
         prompt_cache_key="né",
+        speculation="window=4",
         request_id="mine",
         timeout=3,
     )
@@ -67,11 +68,13 @@ def test_request_types_and_shapes() -> None:
         "ignore_eos": ("BOOL", [1, 1]),
         "stop_words": ("BYTES", [1, 2]),
         "prompt_cache_key": ("BYTES", [1, 1]),
+        "speculation": ("BYTES", [1, 1]),
         "stream": ("BOOL", [1, 1]),
     }
     assert tensors["seed"].tolist() == [[2**64 - 1]]
     assert tensors["stop_words"].tolist() == [[b"a", "b\x00é".encode()]]
     assert tensors["prompt_cache_key"].tolist() == [["né".encode()]]
+    assert tensors["speculation"].tolist() == [[b"window=4"]]
     assert tensors["max_tokens"].tolist() == [[0]]
     assert np.isnan(tensors["min_p"]).all(), "ranges with a meaning are the server's to judge"
 
@@ -111,6 +114,7 @@ def test_one_stop_word_is_not_a_list_of_characters() -> None:
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages: not valid Unicode"),
         ({"prompt": "x", "stop_words": [3]}, "stop_words: got 3"),
         ({"prompt": "x", "prompt_cache_key": b"k"}, "prompt_cache_key: got b'k', expected text"),
+        ({"prompt": "x", "speculation": 4}, "speculation: got 4, expected text"),
         ({"prompt": "x", "prompt_cache_key": "\ud800"}, "prompt_cache_key: not valid Unicode"),
         ({"prompt": "x", "temprature": 1}, "temprature: no such option"),
         ({"prompt": "\ud800"}, "prompt: not valid Unicode at character 0"),
@@ -146,6 +150,13 @@ def test_chunk_with_the_least_outputs() -> None:
     chunk = wire.parse_chunk(response(text_output=b"", finish_reason=b""))
     assert (chunk.text, chunk.token_ids, chunk.num_output_tokens, chunk.seed) == ("", (), 0, None)
     assert (chunk.cached_tokens, chunk.cache_stats) == (0, None), "a server without a prefix cache"
+    assert (chunk.total_draft_tokens, chunk.total_accepted_draft_tokens) == (0, 0)
+
+
+def test_chunk_with_drafts() -> None:
+    outputs = {"text_output": b"", "finish_reason": b"stop"}
+    chunk = wire.parse_chunk(response(**outputs, total_draft_tokens=6, total_accepted_draft_tokens=3))
+    assert (chunk.total_draft_tokens, chunk.total_accepted_draft_tokens) == (6, 3)
 
 
 def test_chunk_with_the_cache_record() -> None:
