@@ -67,6 +67,7 @@ class Core:
         prefixes: PrefixCache,
         history: History,
     ) -> None:
+        self.history = history
         self.counters = history.counters
         self._stages = stages
         self._frames_per_link = scheduler.frames_per_link
@@ -80,6 +81,8 @@ class Core:
         self._running: dict[int, Session] = {}
         self._closing: list[Control] = []
         self._ended: list[int] = []
+        self._live_epochs: dict[int, int] = {}
+        """Of sessions whose older steps no longer count: to be said in the next frame."""
         self._outputs: list[Output] = []
         self._in_flight: OrderedDict[int, Frame] = OrderedDict()
         self._left_first = 0
@@ -136,12 +139,12 @@ class Core:
             session = self._running.get(step.session)
             if session is None:
                 continue
-            if isinstance(status, StepFailed):
-                self._retire(session, now, SkippyError(status.message))
-            elif not isinstance(status, StepOk):
-                self._retire(session, now, SkippyError("a live step was skipped by a stage"))
+            if not isinstance(status, StepOk) and not session.is_stale(step):
+                skipped = "a live step was skipped by a stage"
+                message = status.message if isinstance(status, StepFailed) else skipped
+                self._retire(session, now, SkippyError(message))
             elif isinstance(step, ProbeStep | PrefillStep | DecodeStep | VerifyStep):
-                self._complete(session, step, status, now)
+                self._complete(session, step, status if isinstance(status, StepOk) else None, now)
 
     def fail_all(self, error: SkippyError, now: float, waiting_error: SkippyError | None = None) -> None:
         """The pipeline is gone, or the server stops: every session ends with the error."""
@@ -184,7 +187,9 @@ class Core:
                 session.credit_returned(now)
         self._number += 1
         decodes = any(isinstance(step, DecodeStep | VerifyStep) for _, step in picks)
-        frame = Frame(self._number, tuple(steps), tuple(tokens), tuple(self._ended), decodes=decodes)
+        epochs = tuple(self._live_epochs.items())
+        frame = Frame(self._number, tuple(steps), tuple(tokens), tuple(self._ended), epochs, decodes=decodes)
+        self._live_epochs.clear()
         self._ended.clear()
         self._closing.clear()
         self._in_flight[frame.number] = frame
@@ -246,6 +251,7 @@ class Core:
             self._closing += closing
         elif session.on_stages:
             self._ended.append(session.id)
+            self._live_epochs.pop(session.id, None)
         if error is not None:
             self._fail(session.id, error)
         self._start(self._admission.admit(), now)
@@ -257,9 +263,15 @@ class Core:
             self.counters.failed += 1
         self._outputs.append(Failure(session, error))
 
-    def _complete(self, session: Session, step: SessionStep, status: StepOk, now: float) -> None:
-        known = len(session.predicted)
-        commit = session.complete(step, status, now)
+    def _complete(self, session: Session, step: SessionStep, status: StepOk | None, now: float) -> None:
+        known, epoch = len(session.predicted), session.epoch
+        try:
+            commit = session.complete(step, status, now)
+        except ValueError as error:
+            self._retire(session, now, SkippyError(str(error)))
+            return
+        if session.epoch > epoch:
+            self._live_epochs[session.id] = session.epoch
         if isinstance(step, ProbeStep):
             self._restored(session, now)
         if isinstance(step, PrefillStep) and step.sample and session.prefill is not None:
@@ -274,6 +286,8 @@ class Core:
                 self.counters.finished += 1
                 self.counters.prompt_tokens += session.n_prompt
                 self.counters.count_cache(commit.cache, len(session.prefix.plan.tokens))
+                if commit.speculation is not None:
+                    self.history.speculation.add(commit.speculation)
                 self._retire(session, now)
                 return
         self._scheduler.update(session)

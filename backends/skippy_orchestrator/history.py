@@ -8,6 +8,7 @@ from skippy_orchestrator.deployment import PrefixCacheSection
 from skippy_orchestrator.prefill import PrefillSummary, TransportPool
 from skippy_orchestrator.prefix.cache import PrefixMemory
 from skippy_orchestrator.prefix.outcome import CacheStats, HitKind
+from skippy_orchestrator.speculation.counters import SpeculationCounters
 
 
 @dataclass(slots=True)
@@ -70,6 +71,8 @@ class History:
 
     prefixes: PrefixMemory
     counters: CoreCounters = field(default_factory=CoreCounters)
+    speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
+    """Of requests that have finished."""
     transport: TransportPool = field(default_factory=TransportPool)
 
     @classmethod

@@ -16,7 +16,9 @@ import numpy.typing as npt
 from skippy_stage.errors import InvalidArgument
 from skippy_stage.protocol import SamplingParams
 
-from skippy_orchestrator.deployment import LimitsSection, SamplingSection
+from skippy_orchestrator.deployment import LimitsSection, SamplingSection, SpeculationPlan, SpeculationSection
+from skippy_orchestrator.speculation.options import NO_SPECULATION
+from skippy_orchestrator.speculation.request import choose_plan
 from skippy_orchestrator.text.tokenizer import TextModel
 
 Inputs = Mapping[str, npt.NDArray[Any]]
@@ -52,6 +54,12 @@ _FIELDS: Final = (
         (1,),
         "Only requests with the same key share cached prefixes; spaces around it don't count, empty is none.",
     ),
+    Field(
+        "speculation",
+        "STRING",
+        (1,),
+        "Plan of speculative decoding: `off`, a plan's name, limits such as `window=4,depth=1`, or a name and limits.",
+    ),
     Field("status", "BOOL", (1,), "Ask for the state of the deployment instead of a generation."),
 )
 INPUTS: Final = {field.name: field for field in _FIELDS}
@@ -73,6 +81,14 @@ OUTPUTS: Final = {
             "Prompt tokens that were not computed again; on the last response.",
         ),
         Field("cache_stats", "STRING", (1,), "What the prefix cache did, as JSON; on the last response."),
+        Field("total_draft_tokens", "INT32", (1,), "Drafts that were verified; on the last response."),
+        Field(
+            "total_accepted_draft_tokens",
+            "INT32",
+            (1,),
+            "Those of them that were right; on the last response.",
+        ),
+        Field("acceptance_rate", "FP32", (1,), "Their share, 0 without drafts; on the last response."),
         Field("status", "STRING", (1,), "State of the deployment as JSON, when asked for."),
     )
 }
@@ -81,6 +97,7 @@ OUTPUTS: Final = {
 _PROMPTS: Final = ("text_input", "input_ids", "messages")
 _GREEDY_BELOW: Final = 1e-5
 _MAX_TEMPERATURE: Final = 100.0
+_MAX_PLAN_BYTES: Final = 256
 _MAX_INT32: Final = 2**31 - 1
 _PASSED_PARAMETERS: Final = frozenset(
     {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
@@ -104,6 +121,8 @@ class GenerationRequest:
     """Who shares cached prefixes: requests with an equal key. Trimmed; empty is those without one."""
     chat_prefix: int = 0
     """Tokens of the prompt that a conversation's next turn will begin with too; 0 where that is not known."""
+    speculation: SpeculationPlan = NO_SPECULATION
+    """How tokens are guessed ahead; the text does not depend on it."""
     seeded: bool = True
     """Whether the client gave the seed; False when it was drawn here, and so will not come again."""
 
@@ -123,6 +142,7 @@ def parse_request(
     sampling: SamplingSection,
     context_tokens: int,
     draw_seed: Callable[[], int],
+    speculation: SpeculationSection,
     *,
     finds_chat_prefix: bool = False,
 ) -> GenerationRequest:
@@ -138,6 +158,7 @@ def parse_request(
     params = _sampling(inputs, text, sampling, draw_seed)
     stop_words = _stop_words(inputs, limits)
     cache_key = _cache_key(inputs, limits)
+    plan = _plan(inputs, speculation)
     stream, ignore_eos = _flag(inputs, "stream"), _flag(inputs, "ignore_eos")
     field, prompt = _prompt(inputs, text, limits)
     room = context_tokens - len(prompt)
@@ -159,6 +180,7 @@ def parse_request(
         stop_words=stop_words,
         cache_key=cache_key,
         chat_prefix=chat_prefix,
+        speculation=plan,
         seeded="seed" in inputs,
     )
 
@@ -230,6 +252,12 @@ def _cache_key(inputs: Inputs, limits: LimitsSection) -> str:
         return ""
     value = _one(inputs, "prompt_cache_key")
     return _text("prompt_cache_key", value, limits.max_cache_key_bytes).strip()
+
+
+def _plan(inputs: Inputs, section: SpeculationSection) -> SpeculationPlan:
+    if "speculation" not in inputs:
+        return section.plan(section.default)
+    return choose_plan(section, _text("speculation", _one(inputs, "speculation"), _MAX_PLAN_BYTES))
 
 
 def _values(inputs: Inputs, name: str) -> list[Any]:

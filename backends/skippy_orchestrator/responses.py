@@ -13,6 +13,7 @@ from skippy_stage.errors import ErrorCode, SkippyError
 from skippy_orchestrator.pipeline.finished_calls import FINISHED
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.sending import Span
+from skippy_orchestrator.speculation.counters import SpeculationCounters
 
 RELAYED_ERROR: Final = "error"
 
@@ -120,8 +121,19 @@ class ResponderSink:
             cached = np.array([[span.cache.cached_prompt_tokens]], dtype=np.int32)
             tensors.append(pb_utils.Tensor("cached_tokens", cached))
             tensors.append(text_tensor("cache_stats", span.cache.to_json()))
+        if span.speculation is not None:
+            tensors += _speculation_tensors(span.speculation)
         self._responder.send_tensors(tensors, final=span.final and span.error is None)
 
     def is_cancelled(self) -> bool:
         """Whether the client has cancelled or is gone."""
         return self._responder.is_cancelled()
+
+
+def _speculation_tensors(counters: SpeculationCounters) -> list[Any]:
+    drafts, accepted = counters.draft_tokens, counters.accepted_draft_tokens
+    return [
+        pb_utils.Tensor("total_draft_tokens", np.array([[drafts]], dtype=np.int32)),
+        pb_utils.Tensor("total_accepted_draft_tokens", np.array([[accepted]], dtype=np.int32)),
+        pb_utils.Tensor("acceptance_rate", np.array([[counters.acceptance_rate]], dtype=np.float32)),
+    ]

@@ -9,6 +9,8 @@
   stages work at the same time. Groups smaller than ``min_group_rows`` are not worth it: a batch costs
   little more than one row, so few sessions travel together. A group that comes back while all groups'
   frames are out waits for the others and joins them, which keeps groups even.
+* A session with several verify windows in flight has one in each frame: they go with the next frame that is
+  built, and stages work on the windows at the same time.
 * A frame is built only when stage 0 has a place for it: sessions that become ready meanwhile travel
   together, as a batch.
 """
@@ -44,8 +46,7 @@ class Scheduler:
     def update(self, session: Session) -> None:
         """A step of a running session has completed: it may be ready for the next."""
         self._move(session)
-        if session.phase is Phase.DECODE and not session.steps_in_flight:
-            self._ready[session.id] = session
+        self._note_ready(session)
 
     @property
     def groups(self) -> int:
@@ -61,8 +62,8 @@ class Scheduler:
         The caller dispatches every step it is given; sessions are taken off the ready list here.
         """
         room = self._settings.max_frame_rows
-        picks = self._pick_decode(room, now) if decode_frames < self.groups else []
-        room -= len(picks)
+        picks = self._pick_decode(room, now, starts=decode_frames < self.groups)
+        room -= sum(rows_of(step) for _, step in picks)
         bound = self._settings.prefill_rows_while_decoding
         if bound and self._decoding:
             room = 0 if queues and not picks else min(room, bound)
@@ -76,19 +77,36 @@ class Scheduler:
             self._prefilling[session.id] = session
         return picks
 
-    def _pick_decode(self, room: int, now: float) -> list[tuple[Session, SessionStep]]:
-        share = -(-len(self._decoding) // self.groups) if self._decoding else 0
+    def _pick_decode(self, room: int, now: float, *, starts: bool) -> list[tuple[Session, SessionStep]]:
+        """Steps of decoding sessions; without ``starts`` only of those that have windows in flight."""
+        share = -(-len(self._decoding) // self.groups) if self._decoding and starts else 0
         picks: list[tuple[Session, SessionStep]] = []
-        for session in list(self._ready.values())[: min(room, share)]:
+        for session in list(self._ready.values()):
+            alone = not session.steps_in_flight
+            if room < 1:
+                break
+            if alone and not share:
+                continue
+            step = session.next_step(room, now)
+            if step is None:
+                # It has nothing to send until something comes back; or just no room here, and goes on waiting.
+                if not session.wants_step:
+                    del self._ready[session.id]
+                continue
+            share -= alone
+            room -= rows_of(step)
             del self._ready[session.id]
-            step = session.next_step(1, now)
-            if step is not None:
-                picks.append((session, step))
+            picks.append((session, step))
         return picks
 
     def dispatched(self, session: Session) -> None:
         """A picked step of the session is in a frame now; its prompt may be all on its way."""
         self._move(session)
+        self._note_ready(session)
+
+    def _note_ready(self, session: Session) -> None:
+        if session.wants_step:
+            self._ready[session.id] = session
 
     def _move(self, session: Session) -> None:
         if session.phase is Phase.DECODE and self._prefilling.pop(session.id, None) is not None:
@@ -104,5 +122,5 @@ class Scheduler:
                 f"session {name} is in {session.phase} on the prefill list"
             )
         for name in self._decoding:
-            idle = not running[name].steps_in_flight
-            assert idle == (name in self._ready), f"session {name} is idle: {idle}, ready: {not idle}"
+            waits = running[name].wants_step
+            assert waits <= (name in self._ready), f"session {name} could go on and is not ready"

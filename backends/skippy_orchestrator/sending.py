@@ -19,6 +19,7 @@ from skippy_stage.errors import SkippyError
 from skippy_orchestrator.prefix.outcome import CacheStats
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.sessions import Commit
+from skippy_orchestrator.speculation.counters import SpeculationCounters
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class Span:
     finish_reason: str = ""
     error: SkippyError | None = None
     cache: CacheStats | None = None
+    """With the last span of a generation that finished."""
+    speculation: SpeculationCounters | None = None
     """With the last span of a generation that finished."""
 
     @property
@@ -106,7 +109,13 @@ def merge(spans: list[Span]) -> Span:
 
 def span_of(commit: Commit) -> Span:
     """The span that says what was committed."""
-    return Span(commit.tokens, commit.text, commit.finish_reason, cache=commit.cache)
+    return Span(
+        commit.tokens,
+        commit.text,
+        commit.finish_reason,
+        cache=commit.cache,
+        speculation=commit.speculation,
+    )
 
 
 class Senders:

@@ -137,6 +137,7 @@ class Service:
             self._settings.sampling,
             self._context_tokens,
             lambda: secrets.randbits(64),
+            self._settings.speculation,
             finds_chat_prefix=self._finds_chat_prefix,
         )
 
@@ -171,6 +172,7 @@ class Service:
             "incarnation": pipeline.incarnation if pipeline else 0,
             "integrity": self._integrity,
             "counters": {name: getattr(self._history.counters, name) for name in CoreCounters.__slots__},
+            "speculation": self._history.speculation.to_plain(),
             "stages": [_stage_status(stage) for stage in health],
         }
 

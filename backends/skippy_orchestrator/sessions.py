@@ -5,7 +5,7 @@ Events in (steps dispatched, stages left, results), steps out. No clock, no thre
 Invariants:
 
 * ``context`` is the prompt plus the committed tokens; ``commit`` alone extends it.
-* Steps of a session complete in the order they were dispatched; results of a dead epoch are ignored.
+* Steps of a session complete in the order they were dispatched; results of a dead epoch commit nothing.
 * Once ``finish_reason`` is set or the session was ended nothing more is committed.
 * What is recorded on the stages is never longer than what is committed.
 """
@@ -27,8 +27,10 @@ from skippy_stage.protocol import (
     RecordStep,
     RestoreStep,
     RowStep,
+    Step,
     StepOk,
     StopStep,
+    VerifyStep,
     rows_of,
 )
 
@@ -38,6 +40,11 @@ from skippy_orchestrator.prefix.outcome import CacheStats
 from skippy_orchestrator.prefix.output_tokens import MAX_EXACT_REPLAY_TOKENS
 from skippy_orchestrator.prefix.session import OFF, PrefixTerms, SessionPrefix
 from skippy_orchestrator.requests import GenerationRequest
+from skippy_orchestrator.speculation.counters import SpeculationCounters
+from skippy_orchestrator.speculation.machine import DecodeMachine
+from skippy_orchestrator.speculation.options import NO_SPECULATION, SpeculationOptions, after_restore
+from skippy_orchestrator.speculation.proposers import make_proposer
+from skippy_orchestrator.speculation.work import Path
 
 SessionStep: TypeAlias = ProbeStep | RowStep
 """What a session sends on its way; controls ride along."""
@@ -66,6 +73,8 @@ class Commit:
     """Empty until the last span; then ``stop`` or ``length``."""
     cache: CacheStats | None = None
     """With the last span: what the prefix cache did for the request."""
+    speculation: SpeculationCounters | None = None
+    """With the last span: what came of guessing ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,9 @@ class Session:
         self._prefix = SessionPrefix(request.prompt, request.max_tokens, OFF, 0.0)
         self._prefill: PrefillMachine | None = None
         self._in_flight: deque[SessionStep] = deque()
+        self._decoder: DecodeMachine | None = None
+        self._inputs: Sequence[int] = ()
+        """Tokens of the decode step that ``next_step`` gave last."""
         self._opened = False
         self._computed = 0
 
@@ -146,6 +158,22 @@ class Session:
         return self._opened
 
     @property
+    def decoder(self) -> DecodeMachine | None:
+        """What decides about decode steps; None before the first token."""
+        return self._decoder
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether a decode step could be sent now, as far as is known without asking."""
+        if self.phase is not Phase.DECODE or self._decoder is None:
+            return False
+        return not self._in_flight or self._decoder.may_send
+
+    def is_stale(self, step: Step) -> bool:
+        """Whether a step is a window whose answer no longer counts."""
+        return isinstance(step, VerifyStep) and step.epoch < self.epoch
+
+    @property
     def prefix(self) -> SessionPrefix:
         """The session's dealings with the prefix caches."""
         return self._prefix
@@ -164,12 +192,12 @@ class Session:
             self._begin_prefill(0)
 
     def next_step(self, room: int, now: float) -> SessionStep | None:
-        """The next step that could run now with at most ``room`` rows."""
+        """The next step, of at most ``room`` rows, or None. A decode step counts as sent: dispatch it."""
         if self.phase is Phase.PROBE and not self._in_flight:
             length = len(self._prefix.probe_tokens)
             return ProbeStep(session=self.id, epoch=self.epoch, length=length)
-        if self.phase is Phase.DECODE and room >= 1 and not self._in_flight:
-            return DecodeStep(session=self.id, epoch=self.epoch, pos_start=len(self._context) - 1)
+        if self.phase is Phase.DECODE and self._decoder is not None:
+            return self._next_decode(self._decoder, room, now)
         if self.phase is Phase.PREFILL and self._prefill is not None:
             chunk = self._prefill.next_chunk(room, now)
             if chunk is not None:
@@ -181,6 +209,21 @@ class Session:
                     sample=chunk.sample,
                 )
         return None
+
+    def _next_decode(self, decoder: DecodeMachine, room: int, now: float) -> RowStep | None:
+        work = decoder.next(now) if room >= decoder.most_rows else None
+        if work is None:
+            return None
+        self._inputs = work.inputs
+        if work.path is Path.SERIAL:
+            return DecodeStep(session=self.id, epoch=self.epoch, pos_start=work.pos_start)
+        return VerifyStep(
+            session=self.id,
+            epoch=self.epoch,
+            pos_start=work.pos_start,
+            rows=len(work.inputs),
+            window=work.window,
+        )
 
     def dispatch(self, step: SessionStep, now: float) -> Dispatched:
         """A step that ``next_step`` gave goes into a frame."""
@@ -202,13 +245,13 @@ class Session:
         length = self._prefix.take_restore()
         if length:
             before.append(RestoreStep(session=self.id, epoch=self.epoch, length=length))
-        end = step.pos_start + rows_of(step)
-        after: tuple[Control, ...] = ()
-        if isinstance(step, PrefillStep) and self._prefill is not None:
-            self._prefill.dispatched(Chunk(step.pos_start, end, step.sample), now)
-            if self._prefill.planned:
-                self.phase = Phase.DECODE
-            after = self._record(self._prefix.record_after(step.pos_start, end))
+        if not isinstance(step, PrefillStep) or self._prefill is None:
+            return Dispatched(tuple(before), self._inputs, ())
+        end = step.pos_start + step.rows
+        self._prefill.dispatched(Chunk(step.pos_start, end, step.sample), now)
+        if self._prefill.planned:
+            self.phase = Phase.DECODE
+        after = self._record(self._prefix.record_after(step.pos_start, end))
         return Dispatched(tuple(before), self._context[step.pos_start : end], after)
 
     def credit_returned(self, now: float) -> None:
@@ -235,19 +278,55 @@ class Session:
                 round(report.sent_bytes * share),
             )
 
-    def complete(self, step: SessionStep, status: StepOk, now: float) -> Commit | None:
-        """A step has come back from the last stage; commits what counts of it."""
+    def complete(self, step: SessionStep, status: StepOk | None, now: float) -> Commit | None:
+        """A step has come back from the last stage, None for one that was not executed; commits what counts."""
         if not self._in_flight or self._in_flight[0] is not step:
             raise ValueError(f"session {self.id}: result out of order")
         self._in_flight.popleft()
         if isinstance(step, PrefillStep) and self._prefill is not None:
             self._prefill.completed()
-        if self.phase is Phase.ENDED or step.epoch < self.epoch:
+        if self.phase is Phase.ENDED:
             return None
+        if isinstance(step, DecodeStep | VerifyStep):
+            return self._decoded(step, status.tokens if status is not None else (), now)
+        if step.epoch < self.epoch:
+            return None
+        if status is None:
+            raise ValueError(f"session {self.id}: a live step was skipped")
         if isinstance(step, ProbeStep):
             return self._probed(status, now)
         self._computed = step.pos_start + rows_of(step)
-        return self.commit(status.tokens, now) if status.tokens else None
+        return self._begin_decode(status.tokens, now) if status.tokens else None
+
+    def _begin_decode(self, tokens: Sequence[int], now: float) -> Commit:
+        """The first tokens are known."""
+        commit = self.commit(tokens, now)
+        wish = self.request.speculation if self._prefix.cuts else NO_SPECULATION
+        plan = after_restore(wish, keep_ngrams=self._prefix.keeps_ngrams)
+        self._decoder = DecodeMachine(
+            SpeculationOptions(plan),
+            self._context,
+            self.n_prompt,
+            self.request.max_tokens,
+            self._end_tokens,
+            make_proposer(plan.ngram) if plan.ngram is not None else None,
+            now,
+        )
+        return commit
+
+    def _decoded(self, step: RowStep, predicted: Sequence[int], now: float) -> Commit | None:
+        if self._decoder is None:
+            raise ValueError(f"session {self.id}: a decode step before the first token")
+        answer = self._decoder.answered(predicted, (), now)
+        if not answer.commit:
+            return None
+        self._computed = max(self._computed, step.pos_start + answer.valid_inputs)
+        commit = self.commit(answer.commit, now)
+        ended = self.phase is Phase.ENDED
+        stale = self._decoder.settle(answer, len(commit.tokens), stopped=ended)
+        if stale or (ended and self._in_flight):
+            self.epoch += 1
+        return commit
 
     def commit(self, tokens: Sequence[int], now: float) -> Commit:
         """Commit tokens: the one place where they enter the context and an end is decided (spec 8.7).
@@ -273,12 +352,14 @@ class Session:
                 self.finish_reason = "length"
             if self.finish_reason:
                 break
-        cache = None
+        cache = speculation = None
         if self.finish_reason:
             text.append(self._text.flush())
             self.phase = Phase.ENDED
             cache = self._prefix.stats(now)
-        return Commit(self.id, tuple(committed), "".join(text), self.finish_reason, cache)
+            speculation = self._decoder.counters if self._decoder is not None else SpeculationCounters()
+        span = "".join(text)
+        return Commit(self.id, tuple(committed), span, self.finish_reason, cache, speculation)
 
     def end(self) -> None:
         """End the session from outside (cancel, failure): what is in flight no longer counts."""
@@ -304,7 +385,7 @@ class Session:
             self._begin_prefill(plan.length)
             return None
         self.phase = Phase.DECODE
-        return self.commit(plan.tokens, now)
+        return self._begin_decode(plan.tokens, now)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the machine's parts disagree."""

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
-from skippy_orchestrator.deployment import Deployment, StageSection
+from skippy_orchestrator.deployment import Deployment, SpeculationPlan, SpeculationSection, StageSection
 from skippy_orchestrator.pipeline.repository import ADDRESS_VARIABLE, KEY_VARIABLE
 from skippy_stage.prefix.kill_switch import KILL_SWITCHES, OFF_FORMS
 
@@ -56,8 +56,26 @@ def sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
     for field in msgspec.structs.fields(Deployment):
         if field.name == "stages":
             yield "[[stages]]", StageSection
+        elif field.name == "speculation":
+            yield "[speculation]", SpeculationSection
+            yield from _plan_sections()
         else:
             yield f"[{field.name}]", field.type
+
+
+def _plan_sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    """A speculation plan's own tables."""
+    plan = "speculation.plans.NAME"
+    yield f"[{plan}]", SpeculationPlan
+    for field in msgspec.structs.fields(SpeculationPlan):
+        for struct in _structs(_unwrap(field.type)[0]):
+            yield f"[{plan}.{field.name}]", struct
+
+
+def _structs(annotation: Any) -> Iterator[type[msgspec.Struct]]:
+    for each in (annotation, *get_args(annotation)):
+        if isinstance(each, type) and issubclass(each, msgspec.Struct):
+            yield each
 
 
 def keys(section: type[msgspec.Struct]) -> list[Key]:
@@ -78,6 +96,8 @@ def _unwrap(annotation: Any) -> tuple[Any, Meta]:
 
 def _kind(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
+    if origin is dict or any(_structs(annotation)):
+        return "table"
     if origin is Literal:
         return " or ".join(f"`{choice}`" for choice in args)
     if origin in (Union, types.UnionType):
@@ -91,8 +111,10 @@ def _kind(annotation: Any) -> str:
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.default is None:
         return ""
+    if isinstance(field.default, msgspec.Struct):
+        return ""
     if field.default is msgspec.NODEFAULT:
-        return "required" if field.default_factory is msgspec.NODEFAULT else "empty"
+        return "required" if field.default_factory is msgspec.NODEFAULT else ""
     return f"`{msgspec.json.encode(field.default).decode()}`"
 
 

@@ -139,6 +139,7 @@ def orchestrator_settings(deployment: Deployment, stages: Sequence[StageSettings
         scheduler=deployment.scheduler,
         prefill=deployment.prefill,
         prefix_cache=deployment.prefix_cache,
+        speculation=deployment.speculation,
         limits=deployment.limits,
         sampling=deployment.sampling,
     )

@@ -61,7 +61,7 @@ class Driver:
     def send(self) -> Picks:
         """Build a frame; checks everything that holds for each."""
         decode_frames = sum(any(isinstance(step, DecodeStep) for _, step in f) for f in self.in_flight)
-        waiting = [s for s in self.running.values() if s.next_step(1, 0.0) is not None]
+        waiting = [s for s in self.running.values() if _could_go(s)]
         picks = self.scheduler.pick(decode_frames, 0.0)
         self._check_rows(picks, decode_frames)
         self._check_fairness(waiting, picks)
@@ -131,6 +131,13 @@ class Driver:
             pass
         while self.in_flight:
             self.complete()
+
+
+def _could_go(session: Session) -> bool:
+    """Whether it would give a step; asking a decoding session for one would take it."""
+    if session.phase is Phase.DECODE:
+        return session.wants_step
+    return session.next_step(1, 0.0) is not None
 
 
 def steps_of(picks: Picks) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ from skippy_orchestrator.deployment import (
     PrefillSection,
     PrefixCacheSection,
     SchedulerSection,
+    SpeculationPlan,
 )
 from skippy_orchestrator.frames import StageReport
 from skippy_orchestrator.history import History
@@ -24,11 +25,13 @@ from skippy_orchestrator.pipeline.flight import Flight
 from skippy_orchestrator.prefix.cache import PrefixCache, StageFacts
 from skippy_orchestrator.prefix.outcome import CacheStats
 from skippy_orchestrator.requests import GenerationRequest
+from skippy_orchestrator.speculation.counters import SpeculationCounters
+from skippy_orchestrator.speculation.options import NO_SPECULATION
 from skippy_stage.errors import SkippyError
 from skippy_stage.prefix.activations import ActivationCache
 from skippy_stage.prefix.factory import make_prefix_store
 from skippy_stage.prefix.resident import ResidentPrefixes
-from skippy_stage.protocol import FrameHeader, SamplingParams, decode_request, encode
+from skippy_stage.protocol import FrameHeader, SamplingParams, StepSkipped, decode_request, encode
 from skippy_stage.runtime import StageRuntime
 
 from tests.scripted import RecurrentEngine, ScriptedEngine, cut
@@ -58,6 +61,7 @@ class Seen:
     finish_reason: str = ""
     error: SkippyError | None = None
     cache: CacheStats | None = None
+    speculation: SpeculationCounters | None = None
 
     @property
     def ended(self) -> bool:
@@ -121,6 +125,8 @@ class Simulation:
         self.headers: list[tuple[int, FrameHeader]] = []
         self.in_flight = 0
         self.max_in_flight = 0
+        self.skipped = 0
+        """Steps that came back without having been executed."""
 
     def submit(
         self,
@@ -133,6 +139,7 @@ class Simulation:
         stop: int | None = None,
         cache_key: str = "",
         seeded: bool = True,
+        speculation: SpeculationPlan = NO_SPECULATION,
     ) -> Seen:
         request = GenerationRequest(
             prompt=tuple(prompt),
@@ -142,6 +149,7 @@ class Simulation:
             ignore_eos=ignore_eos,
             stop_words=(),
             cache_key=cache_key,
+            speculation=speculation,
             seeded=seeded,
         )
         self.seen[session] = Seen()
@@ -181,6 +189,7 @@ class Simulation:
                 seen.text += output.text
                 seen.finish_reason = output.finish_reason
                 seen.cache = output.cache
+                seen.speculation = output.speculation
 
     def _send(self, flight: Flight) -> None:
         header = decode_request(encode(flight.header(7, 1)))
@@ -203,6 +212,7 @@ class Simulation:
             self._send(flight)
         else:
             self.in_flight -= 1
+            self.skipped += sum(isinstance(status, StepSkipped) for status in flight.statuses)
             self.core.frame_done(flight.frame.number, flight.statuses, report, self.now)
         self.pump()
         return True

@@ -34,6 +34,10 @@ FIELDS = [(name, field) for name, kind in SECTIONS.items() for field in msgspec.
 IDS = [f"{section}.{field.name}" for section, field in FIELDS]
 
 
+def default_of(field: msgspec.structs.FieldInfo) -> object:
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+
+
 def limits_of(field: msgspec.structs.FieldInfo) -> inspect.IntType | inspect.FloatType | None:
     kind = inspect.type_info(field.type)
     kind = kind.type if isinstance(kind, inspect.Metadata) else kind
@@ -81,7 +85,7 @@ def test_an_empty_file_is_the_default_deployment() -> None:
 
 
 def test_the_defaults_may_be_written_down() -> None:
-    lines = [f"{section}.{field.name} = {json.dumps(field.default)}" for section, field in FIELDS]
+    lines = [f"{section}.{field.name} = {json.dumps(default_of(field))}" for section, field in FIELDS]
     assert parse_deployment("\n".join(lines)) == Deployment()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from skippy_orchestrator.deployment import LimitsSection, SamplingSection
+from skippy_orchestrator.deployment import LimitsSection, SamplingSection, SpeculationSection
 from skippy_orchestrator.requests import INPUTS, GenerationRequest, asks_status, parse_request
 from skippy_orchestrator.text.tokenizer import TextModel
 from skippy_stage.errors import InvalidArgument
@@ -37,6 +37,7 @@ def byte_model(bos: bool) -> TextModel:
 
 
 NO_DEFAULTS = SamplingSection()
+NO_PLANS = SpeculationSection()
 PLAIN, WITH_BOS = byte_model(False), byte_model(True)
 
 
@@ -51,13 +52,14 @@ def parse(
     text: TextModel = PLAIN,
     parameters: dict[str, object] | None = None,
     sampling: SamplingSection = NO_DEFAULTS,
+    speculation: SpeculationSection = NO_PLANS,
     **values: Any,
 ) -> GenerationRequest:
     inputs = {
         name: value if isinstance(value, np.ndarray) else tensor(name, value)
         for name, value in values.items()
     }
-    return parse_request(inputs, parameters or {}, text, LIMITS, sampling, CONTEXT, lambda: 1234)
+    return parse_request(inputs, parameters or {}, text, LIMITS, sampling, CONTEXT, lambda: 1234, speculation)
 
 
 def test_defaults() -> None:
@@ -256,7 +258,7 @@ arrays = st.builds(
 @given(st.dictionaries(st.sampled_from([name for name in INPUTS if name != "status"]), arrays, max_size=4))
 def test_any_input_is_a_request_that_fits_or_a_refusal(inputs: dict[str, Any]) -> None:
     try:
-        request = parse_request(inputs, {}, PLAIN, LIMITS, SamplingSection(), CONTEXT, lambda: 1)
+        request = parse_request(inputs, {}, PLAIN, LIMITS, SamplingSection(), CONTEXT, lambda: 1, NO_PLANS)
     except InvalidArgument:
         return
     assert request.prompt
@@ -277,5 +279,35 @@ def test_a_conversation_with_the_real_tokenizer(smollm2: TextModel) -> None:
         SamplingSection(),
         8192,
         lambda: 1,
+        NO_PLANS,
     )
     assert smollm2.decode(request.prompt).endswith("user\nHi\nassistant\n")
+
+
+def test_how_to_speculate_is_the_request_s_wish_or_the_deployment_s_default() -> None:
+    section = SpeculationSection(default="ngram")
+    assert parse(text_input="x").speculation.ngram is None
+    assert parse(text_input="x", speculation=section).speculation.ngram is not None
+    wished = parse_wish("off", section)
+    assert wished.speculation.ngram is None
+    assert parse_wish("ngram,depth=1", NO_PLANS).speculation.verify_window.pipeline_depth == 1
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ("magic", "speculation: got 'magic', expected one of off, ngram"),
+        ("ngram,window=0", "speculation: got 'ngram,window=0', expected limits"),
+        ("x" * 5000, "speculation"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused(wish: str, said: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        parse_wish(wish, NO_PLANS)
+    assert said in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+def parse_wish(wish: str, section: SpeculationSection) -> GenerationRequest:
+    inputs = {"text_input": tensor("text_input", "x"), "speculation": tensor("speculation", wish)}
+    return parse_request(inputs, {}, PLAIN, LIMITS, NO_DEFAULTS, CONTEXT, lambda: 1234, section)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from skippy_orchestrator.deployment.speculation import NgramSection, SpeculationPlan
 from skippy_orchestrator.prefix.outcome import CLOSED, CacheStatus, HitKind
 from skippy_orchestrator.prefix.session import PrefixTerms
 from skippy_orchestrator.sessions import Commit, Dispatched, Phase, Session, SessionStep
@@ -18,6 +19,7 @@ from skippy_stage.protocol import (
     RestoreStep,
     StepOk,
     StopStep,
+    VerifyStep,
 )
 
 from tests.orchestrator.making import a_request, fixed, probing
@@ -120,7 +122,7 @@ def test_replayed_tokens_are_committed_at_once_and_decoding_goes_on_behind_them(
     step, sent = send(s)
     assert step == DecodeStep(session=7, epoch=0, pos_start=22)
     restore = RestoreStep(session=7, epoch=0, length=22)
-    assert sent == Dispatched((restore,), [32], ())
+    assert sent == Dispatched((restore,), (32,), ())
     assert finish(s, step, 33) == Commit(7, (33,), chr(0x100 + 33))
     step, sent = send(s)
     assert (step, sent.before) == (DecodeStep(session=7, epoch=0, pos_start=23), ())
@@ -267,3 +269,39 @@ def test_exact_states_leave_the_answer_out_where_that_is_asked_for() -> None:
     step, _ = send(s)
     finish(s, step, 250)
     assert s.closing() == (STOP,)
+
+
+NGRAMS = SpeculationPlan(
+    ngram=NgramSection(kind="suffix", min_ngram=3, max_ngram=8, max_proposal_tokens=8), speculative_window=2
+)
+AGAIN = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("could", "switch", "speculates"),
+    [(0, False, True), (5, False, True), (9, False, False), (9, True, True), (10, False, False)],
+)
+def test_after_a_whole_restore_ngrams_are_asked_where_the_switch_says_so(
+    could: int, switch: bool, speculates: bool
+) -> None:
+    """Spec 4.11 takes them away; row 19 of 13.3 lets them stay, which is the default."""
+    s = Session(7, a_request(AGAIN, 12, speculation=NGRAMS), TokenText(), frozenset(), fixed(16))
+    s.begin(probing(speculate_after_restore=switch), 1.0)
+    s.complete(ask(s), StepOk(restorable=Restorable(could)), 1.5)
+    while s.phase is Phase.PREFILL:
+        step, _ = send(s)
+        finish(s, step, 3)
+    assert s.prefix.keeps_ngrams is speculates
+    assert isinstance(send(s)[0], VerifyStep) is speculates
+    s.check_integrity()
+
+
+def test_states_that_cannot_be_cut_are_never_guessed_ahead_of() -> None:
+    s = Session(7, a_request(AGAIN, 12, speculation=NGRAMS), TokenText(), frozenset(), fixed(16))
+    s.begin(probing(exact=True), 1.0)
+    s.complete(ask(s), StepOk(restorable=Restorable(0)), 1.5)
+    while s.phase is Phase.PREFILL:
+        step, _ = send(s)
+        finish(s, step, 3)
+    assert not s.prefix.cuts
+    assert isinstance(send(s)[0], DecodeStep)

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from skippy_orchestrator.deployment.speculation import NgramSection, SpeculationPlan, VerifyWindowSection
 from skippy_orchestrator.frames import StageReport
 from skippy_orchestrator.prefill import ComputeSample, PrefillStats
 from skippy_orchestrator.prefix.outcome import CacheStats, CacheStatus
 from skippy_orchestrator.prefix.session import OFF
 from skippy_orchestrator.sessions import Commit, Dispatched, Phase, Session, SessionStep
+from skippy_orchestrator.speculation.counters import SpeculationCounters
 from skippy_stage.protocol import (
     DecodeStep,
     OpenStep,
@@ -19,6 +21,8 @@ from skippy_stage.protocol import (
     SamplingParams,
     StepOk,
     StopStep,
+    VerifyStep,
+    rows_of,
 )
 
 from tests.orchestrator.making import a_request, fixed
@@ -94,11 +98,12 @@ def test_from_the_prompt_to_the_last_token() -> None:
     assert complete(s, prefill, 10, now=1.5) == Commit(7, (10,), "")
     decode = s.next_step(1, 1.5)
     assert decode == DecodeStep(session=7, epoch=0, pos_start=3)
-    assert s.dispatch(decode, 1.5) == Dispatched((), [10], ())
+    assert s.dispatch(decode, 1.5) == Dispatched((), (10,), ())
     cache = CacheStats(
         status=CacheStatus.DISABLED, suffix_prefill_tokens=2, prompt_ms=500.0, predicted_ms=250.0
     )
-    assert complete(s, decode, 11, now=1.75) == Commit(7, (11,), "kl", "length", cache)
+    speculation = SpeculationCounters(serial_steps=1)
+    assert complete(s, decode, 11, now=1.75) == Commit(7, (11,), "kl", "length", cache, speculation)
     assert (s.phase, s.n_output, list(s.context)) == (Phase.ENDED, 2, [1, 2, 3, 10, 11])
     assert s.next_step(100, 2.0) is None
     assert s.closing() == (StopStep(session=7),)
@@ -202,8 +207,9 @@ def test_where_a_span_ends(
 ) -> None:
     s = session(max_tokens=max_tokens)
     commit = s.commit(tokens, 1.0)
-    assert commit == Commit(7, committed, text, reason, commit.cache)
+    assert commit == Commit(7, committed, text, reason, commit.cache, commit.speculation)
     assert (commit.cache is not None) == bool(reason), "the last span says what the caches did"
+    assert commit.speculation == (SpeculationCounters() if reason else None)
     assert s.n_output == len(committed)
     assert s.finish_reason == reason
     assert (s.phase is Phase.ENDED) == bool(reason)
@@ -214,15 +220,82 @@ def test_end_tokens_are_ordinary_for_who_ignores_them() -> None:
     assert s.commit([END, 1], 1.0) == Commit(7, (END, 1), chr(ord("a") + END % 26), "")
 
 
-def test_results_of_a_dead_epoch_are_ignored() -> None:
-    s = session()
-    step = dispatch(s)
-    s.epoch = 1
-    assert complete(s, step, 5) is None
-    assert (s.n_output, s.steps_in_flight) == (0, 0)
-    again = dispatch(s)
-    assert again.epoch == 1
-    assert complete(s, again, 6) == Commit(7, (6,), "")
+WINDOWS = SpeculationPlan(
+    ngram=NgramSection(kind="suffix", min_ngram=3, max_ngram=8, max_proposal_tokens=8),
+    verify_window=VerifyWindowSection(max_tokens=3, pipeline_depth=2),
+)
+
+
+def windows_in_flight() -> tuple[Session, SessionStep, SessionStep]:
+    """A session that expects 1 2 3 4 5 6 ... again, with two windows in flight."""
+    request = a_request([1, 2, 3, 4, 5, 6, 7, 8, 1, 2], 20, speculation=WINDOWS)
+    s = Session(7, request, LetterText(), frozenset({END}), fixed(16))
+    s.begin(OFF, 1.0)
+    assert not s.wants_step
+    assert complete(s, dispatch(s), 3) == Commit(7, (3,), "")
+    assert s.wants_step
+    first, second = dispatch(s), dispatch(s)
+    assert first == VerifyStep(session=7, epoch=0, pos_start=10, rows=4, window=1)
+    assert second == VerifyStep(session=7, epoch=0, pos_start=14, rows=3, window=2)
+    assert (s.wants_step, s.steps_in_flight) == (False, 2), "as many as the depth allows"
+    return s, first, second
+
+
+def test_windows_in_flight_are_committed_one_by_one() -> None:
+    s, first, second = windows_in_flight()
+    commit = complete(s, first, 4, 5, 6, 7)
+    assert commit is not None
+    assert (commit.tokens, s.epoch) == ((4, 5, 6), 0), "the token behind a window is the next one's to commit"
+    commit = complete(s, second, 8, 1, 2)
+    assert commit is not None
+    assert list(s.context[11:]) == [4, 5, 6, 7, 8, 1, 2][: len(s.context) - 11]
+    s.check_integrity()
+
+
+@pytest.mark.parametrize("status", [None, StepOk(tokens=(8, 1, 2))], ids=["skipped", "executed"])
+def test_a_window_behind_a_wrong_one_is_stale_and_commits_nothing(status: StepOk | None) -> None:
+    s, first, second = windows_in_flight()
+    assert not s.is_stale(second)
+    commit = complete(s, first, 4, 9, 6, 7)
+    assert commit is not None
+    assert (commit.tokens, s.epoch) == ((4, 9), 1)
+    assert s.is_stale(second)
+    again = dispatch(s) if s.wants_step else None
+    assert s.complete(second, status, 2.0) is None
+    again = again or dispatch(s)
+    assert (again.epoch, getattr(again, "pos_start", 0)) == (1, 12)
+    assert complete(s, again, 6) == Commit(7, (6,), chr(ord("a") + 9))
+    s.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("predicted", "tokens", "reason"),
+    [((4, END, 6, 7), (4,), "stop"), ((4, STOP, 6, 7), (4, STOP), "stop"), ((END, 5, 6, 7), (), "stop")],
+)
+def test_an_end_inside_a_window_ends_the_session_and_makes_the_rest_stale(
+    predicted: tuple[int, ...], tokens: tuple[int, ...], reason: str
+) -> None:
+    s, first, second = windows_in_flight()
+    commit = complete(s, first, *predicted)
+    assert commit is not None
+    assert (commit.tokens, commit.finish_reason, s.phase) == (tokens, reason, Phase.ENDED)
+    assert s.epoch == 1, "stages may skip what is still on its way"
+    assert complete(s, second, 8, 1, 2) is None
+    assert s.next_step(100, 3.0) is None
+    assert s.closing() == (StopStep(session=7),)
+
+
+def test_max_tokens_inside_windows_are_kept() -> None:
+    request = a_request([1, 2, 3, 4, 5, 6, 7, 8, 1, 2], 3, speculation=WINDOWS)
+    s = Session(7, request, LetterText(), frozenset({END}), fixed(16))
+    s.begin(OFF, 1.0)
+    complete(s, dispatch(s), 3)
+    while s.phase is not Phase.ENDED:
+        step = dispatch(s)
+        at = getattr(step, "pos_start", 0)
+        complete(s, step, *[(position % 8) + 2 for position in range(at - 8, at - 8 + rows_of(step))])  # type: ignore[arg-type]
+    assert (s.n_output, s.finish_reason) == (3, "length")
+    s.check_integrity()
 
 
 def test_after_the_end_nothing_is_committed() -> None:

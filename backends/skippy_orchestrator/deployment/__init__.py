@@ -30,6 +30,7 @@ from skippy_orchestrator.deployment.serving import (
     ServerSection,
     StageSection,
 )
+from skippy_orchestrator.deployment.speculation import SpeculationPlan, SpeculationSection
 
 __all__ = [
     "Deployment",
@@ -45,6 +46,8 @@ __all__ = [
     "SchedulerSection",
     "Section",
     "ServerSection",
+    "SpeculationPlan",
+    "SpeculationSection",
     "StageSection",
     "effective_context",
     "load_deployment",
@@ -62,9 +65,20 @@ class Deployment(Section, frozen=True):
     scheduler: SchedulerSection = SchedulerSection()
     prefill: PrefillSection = PrefillSection()
     prefix_cache: PrefixCacheSection = PrefixCacheSection()
+    speculation: SpeculationSection = SpeculationSection()
     limits: LimitsSection = LimitsSection()
     sampling: SamplingSection = SamplingSection()
     server: ServerSection = ServerSection()
+
+    def __post_init__(self) -> None:
+        most = self.scheduler.max_frame_rows
+        for name in self.speculation.names:
+            tokens = self.speculation.plan(name).most_tokens
+            if tokens >= most:
+                raise ValueError(
+                    f"speculation.plans.{name}: got windows of {tokens} tokens, expected fewer than "
+                    f"scheduler.max_frame_rows, {most}"
+                )
 
 
 class OrchestratorSettings(Section, frozen=True, kw_only=True):
@@ -76,6 +90,7 @@ class OrchestratorSettings(Section, frozen=True, kw_only=True):
     scheduler: SchedulerSection = SchedulerSection()
     prefill: PrefillSection = PrefillSection()
     prefix_cache: PrefixCacheSection = PrefixCacheSection()
+    speculation: SpeculationSection = SpeculationSection()
     limits: LimitsSection = LimitsSection()
     sampling: SamplingSection = SamplingSection()
 

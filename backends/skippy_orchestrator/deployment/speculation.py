@@ -104,12 +104,21 @@ class VerifyWindowSection(Section, frozen=True):
 
 
 class SpeculationPlan(Section, frozen=True):
-    """How a request speculates. Without a proposer it decodes token by token."""
+    """One way to speculate. Without a proposer a request decodes token by token."""
 
-    native_mtp: NativeMtpSection = NativeMtpSection()
-    ngram: NgramSection | None = None
-    extension: ExtensionSection | None = None
-    verify_window: VerifyWindowSection = VerifyWindowSection()
+    native_mtp: Annotated[
+        NativeMtpSection, Meta(description="Drafts of the model's own multi-token prediction head; a table.")
+    ] = NativeMtpSection()
+    ngram: Annotated[NgramSection | None, Meta(description="Drafts of n-grams; a table, absent is none.")] = (
+        None
+    )
+    extension: Annotated[
+        ExtensionSection | None,
+        Meta(description="N-grams behind the head's drafts; a table, absent is without. Needs both."),
+    ] = None
+    verify_window: Annotated[VerifyWindowSection, Meta(description="How drafts are verified; a table.")] = (
+        VerifyWindowSection()
+    )
     speculative_window: Annotated[
         int,
         Meta(
@@ -136,3 +145,51 @@ class SpeculationPlan(Section, frozen=True):
         super().__post_init__()
         if self.extension is not None and not (self.native_mtp.enabled and self.ngram is not None):
             raise ValueError("extension: needs native_mtp.enabled and ngram")
+
+    @property
+    def most_tokens(self) -> int:
+        """Most drafts of one window; 0 without proposers that this process knows of."""
+        if self.ngram is None and not self.native_mtp.enabled:
+            return 0
+        return max(self.verify_window.max_tokens, self.speculative_window)
+
+
+OFF = "off"
+"""The plan without a proposer; always there."""
+
+_NGRAM_PLAN = SpeculationPlan(
+    ngram=NgramSection(kind="suffix", min_ngram=3, max_ngram=32, max_proposal_tokens=32),
+    verify_window=VerifyWindowSection(max_tokens=8, pipeline_depth=2),
+)
+
+
+class SpeculationSection(Section, frozen=True):
+    """Speculative decoding: plans by name, and which one requests have that ask for none.
+
+    Output does not depend on it. A plan is a table `[speculation.plans.NAME]` with tables of its own.
+    """
+
+    default: Annotated[str, Meta(description="Plan of requests that name none; `off` is token by token.")] = (
+        OFF
+    )
+    plans: Annotated[
+        dict[Annotated[str, Meta(pattern=PLAN_NAME)], SpeculationPlan],
+        Meta(description="Plans that requests may name; a table of tables. `ngram` is there anyway."),
+    ] = {}  # noqa: RUF012 - msgspec copies it
+
+    def __post_init__(self) -> None:
+        if OFF in self.plans:
+            raise ValueError(f"plans.{OFF}: that name is for no speculation")
+        if self.default not in self.names:
+            raise ValueError(f"default: got {self.default!r}, expected one of {', '.join(self.names)}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a request may name."""
+        return (OFF, *sorted({"ngram", *self.plans}))
+
+    def plan(self, name: str) -> SpeculationPlan:
+        """The plan of that name; ``off`` proposes nothing."""
+        if name == OFF:
+            return SpeculationPlan()
+        return self.plans.get(name, _NGRAM_PLAN)

@@ -99,6 +99,7 @@ class PrefixCache:
             records=True,
             record_output=section.record_output,
             exact=facts.exact,
+            speculate_after_restore=section.speculate_after_restore,
             chat_prefix=request.chat_prefix,
             min_tokens=section.min_tokens,
             stride_tokens=section.stride_tokens,

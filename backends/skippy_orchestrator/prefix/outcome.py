@@ -149,15 +149,6 @@ def choose_restore(
     return RestorePlan(length, HitKind.FUSED_EXACT_PREFIX if whole else HitKind.PREFIX)
 
 
-def speculate_after_restore(settings: PrefixCacheSection, plan: RestorePlan, n_prompt: int) -> bool:
-    """Whether n-gram proposers run for a request (spec 4.11, and row 19 of 13.3).
-
-    The spec takes them away when the whole prefill was restored. Positions are authoritative here, so nothing
-    forbids them and by default they stay: a prompt that comes again is their best case.
-    """
-    return settings.speculate_after_restore or plan.length < n_prompt - 1
-
-
 class Savings(NamedTuple):
     """What a restore spared (spec 4.10)."""
 

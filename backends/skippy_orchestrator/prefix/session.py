@@ -48,6 +48,8 @@ class PrefixTerms:
     record_output: bool = False
     exact: bool = False
     """A stage holds states that can't be cut: only whole recorded lengths can be restored."""
+    speculate_after_restore: bool = True
+    """N-grams are asked even when the whole prefill was restored."""
     chat_prefix: int = 0
     """Prompt tokens that the next turn of the conversation will begin with too."""
     min_tokens: int = 1
@@ -85,6 +87,16 @@ class SessionPrefix:
     def output_key(self) -> OutputKey | None:
         """Under which name the request's first output tokens are kept; None when they are not."""
         return self._terms.output_key
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the session's state can be cut back on all stages, as drafts that turn out wrong need it."""
+        return not self._terms.exact
+
+    @property
+    def keeps_ngrams(self) -> bool:
+        """Whether n-gram proposers run for the request, now that it is known what it restores."""
+        return self._terms.speculate_after_restore or self.plan.length < len(self._prompt) - 1
 
     @property
     def probes(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from skippy_orchestrator.speculation.classify import Outcome, SerialDecision, WindowDecision
 
@@ -67,6 +68,19 @@ class SpeculationCounters:
     def mean_acceptance_length(self) -> float:
         """Tokens committed per window: its accepted drafts and the target's own token; 0 without any."""
         return self.window_tokens / self.windows if self.windows else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafts that was right; 0 without any."""
+        return self.accepted_draft_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    def to_plain(self) -> dict[str, Any]:
+        """Everything by name, for an operator."""
+        return {
+            **asdict(self),
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+        }
 
     def count_drafts(self, source: str, drafts: int, accepted: int) -> None:
         """A window with drafts of one source was verified: the first ``accepted`` of them were right.

@@ -66,8 +66,10 @@ class DecodeMachine:
         self._queue: deque[Work] = deque()
         self._epoch: Epoch | None = None
         self._epochs = 0
-        self._nothing_at: tuple[int, ...] = ()
-        """The state in which nothing could be proposed: asking again would give the same answer."""
+        self._seedless_at = -1
+        """Tokens generated when nothing was worth an epoch: asking again would give the same answer."""
+        self._dry_at: tuple[int, ...] = ()
+        """The state of an epoch in which it had nothing more to send."""
 
     @property
     def generated(self) -> int:
@@ -78,6 +80,15 @@ class DecodeMachine:
     def in_flight(self) -> int:
         """Pieces of work that are out."""
         return len(self._queue) + (self._single is not None)
+
+    @property
+    def may_send(self) -> bool:
+        """Whether ``next`` may have work beside what is in flight: windows of an epoch that goes on."""
+        return (
+            self._epoch is not None
+            and not self.windows.full
+            and self._dry_at != self._fill_state(self._epoch)
+        )
 
     @property
     def most_rows(self) -> int:
@@ -137,9 +148,8 @@ class DecodeMachine:
 
     def _seed(self, remaining: int) -> None:
         """Begin an epoch, if there is something worth pipelining."""
-        state = (self.generated,)
         pending = self.sources.native.pending
-        if self._nothing_at == state and pending is None:
+        if self._seedless_at == self.generated and pending is None:
             return
         taken = self.sources.take_native(remaining)
         proposal = self.sources.proposal(taken, remaining, remaining)
@@ -147,14 +157,14 @@ class DecodeMachine:
             self._epochs += 1
             self._epoch = Epoch(self._epochs, proposal)
             return
-        self._nothing_at = state
+        self._seedless_at = self.generated
         self.sources.native.put_back(pending)
 
     def _fill(self, epoch: Epoch, remaining: int, now: float) -> Work | None:
         """One more window of the epoch."""
-        advance = self._advance
-        state = (self.generated, epoch.number, epoch.length)
-        if self.windows.full or self.generated + advance >= self._max_tokens or self._nothing_at == state:
+        advance, state = self._advance, self._fill_state(epoch)
+        if self.windows.full or self.generated + advance >= self._max_tokens or self._dry_at == state:
+            self._dry_at = state
             return None
         width = split_len(
             *(self.options.verify_max, self.options.plan.draft_split_probability),
@@ -166,7 +176,7 @@ class DecodeMachine:
                 self.windows.stats.count_refill(len(more))
                 epoch.refill(more)
         if not epoch.candidates:
-            self._nothing_at = state
+            self._dry_at = state
             return None
         starts = not epoch.started
         chunk, native = epoch.next_chunk(width)
@@ -183,6 +193,10 @@ class DecodeMachine:
         )
         self._queue.append(work)
         return work
+
+    def _fill_state(self, epoch: Epoch) -> tuple[int, ...]:
+        """What another window of the epoch depends on."""
+        return self.generated, epoch.number, epoch.length, self.windows.in_flight
 
     def _verify_window(self, remaining: int, now: float) -> Work | None:
         if not self._buffer:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from skippy_orchestrator.deployment.speculation import SpeculationPlan
+
+NO_SPECULATION: Final = SpeculationPlan()
+"""Token by token."""
 
 
 class SpeculationOptions:
@@ -63,11 +68,9 @@ class SpeculationOptions:
         return self.native_mtp or self.draft_model or self.ngram is not None
 
 
-def after_restore(plan: SpeculationPlan, *, restored_whole: bool, keep_ngram: bool) -> SpeculationPlan:
+def after_restore(plan: SpeculationPlan, *, keep_ngrams: bool) -> SpeculationPlan:
     """The plan once it is known what was restored: spec 4.11 drops n-grams behind a whole restored prompt.
 
-    With positions that are authoritative there is no reason to, so ``keep_ngram`` is the default (spec 13.3).
+    With positions that are authoritative there is no reason to, so keeping them is the default (spec 13.3).
     """
-    if keep_ngram or not restored_whole:
-        return plan
-    return msgspec.structs.replace(plan, ngram=None, extension=None)
+    return plan if keep_ngrams else msgspec.structs.replace(plan, ngram=None, extension=None)

@@ -19,7 +19,6 @@ from skippy_orchestrator.prefix.outcome import (
     choose_restore,
     lookup_bypass,
     savings,
-    speculate_after_restore,
     stats_of,
 )
 from skippy_stage.protocol import Restorable
@@ -165,22 +164,6 @@ def test_which_ways_are_open(
 ) -> None:
     given_request = {"native_mtp": False, "draft_model": False, "n_prompt": 10, "replay_safe": True}
     assert lookup_bypass(settings, **{**given_request, **request_}) == expected  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("plan", "switch", "expected"),
-    [
-        (MISS, False, True),
-        (RestorePlan(8, PREFIX), False, True),
-        (RestorePlan(9, FUSED), False, False),
-        (RestorePlan(12, REPLAY, (1, 2, 3)), False, False),
-        (RestorePlan(9, FUSED), True, True),
-    ],
-)
-def test_speculation_goes_on_after_a_whole_restore_where_the_switch_says_so(
-    plan: RestorePlan, switch: bool, expected: bool
-) -> None:
-    assert speculate_after_restore(with_(speculate_after_restore=switch), plan, 10) is expected
 
 
 @pytest.mark.parametrize(

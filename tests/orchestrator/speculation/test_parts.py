@@ -251,10 +251,9 @@ NGRAM = NgramSection(kind="suffix", min_ngram=3, max_ngram=16, max_proposal_toke
 def test_the_plan_behind_a_whole_restored_prompt() -> None:
     mtp = NativeMtpSection(enabled=True, max_draft_tokens=3)
     plan = SpeculationPlan(native_mtp=mtp, ngram=NGRAM, extension=ExtensionSection(max_tokens=4))
-    dropped = after_restore(plan, restored_whole=True, keep_ngram=False)
+    dropped = after_restore(plan, keep_ngrams=False)
     assert (dropped.ngram, dropped.extension, dropped.native_mtp) == (None, None, mtp)
-    assert after_restore(plan, restored_whole=False, keep_ngram=False) is plan
-    assert after_restore(plan, restored_whole=True, keep_ngram=True) is plan
+    assert after_restore(plan, keep_ngrams=True) is plan
 
 
 # Paths (7.2)
