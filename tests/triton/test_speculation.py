@@ -16,6 +16,8 @@ from tests.triton_server import deployment, running
 
 pytestmark = pytest.mark.triton
 
+two_stages = pytest.mark.parametrize("server", [2], indirect=True)
+
 CASES = golden.smollm2()
 F32_TIE = 1e-3
 KINDS = {"suffix": (3, 32), "cache": (1, 4), "simple": (2, 8)}
@@ -102,10 +104,10 @@ def client(server: ServerProcess) -> Iterator[SkippyClient]:
         yield client
 
 
-def check(client: SkippyClient, ways: Sequence[Way]) -> int:
+def check(client: SkippyClient, ways: Sequence[Way], first: int = 0) -> int:
     """Every way with a prompt of its own; returns the drafts that were right."""
     right = 0
-    for i, way in enumerate(ways):
+    for i, way in enumerate(ways, first):
         case = CASES[i % len(CASES)]
         result = client.generate(**case.request(), speculation=way.wish)  # type: ignore[arg-type]
         golden.assert_agrees(case, result.token_ids, F32_TIE)
@@ -122,7 +124,7 @@ def test_the_array_covers_every_pair() -> None:
 
 
 def test_text_is_the_reference_over_every_pair_of_choices(client: SkippyClient, stages: int) -> None:
-    assert check(client, [way for way in SOME if way.stages == stages]) > 0
+    assert check(client, [way for way in SOME if way.stages == stages], 7 * stages) > 0
 
 
 @pytest.mark.slow
@@ -132,6 +134,7 @@ def test_text_is_the_reference_over_all_choices_and_prompts(client: SkippyClient
             check(client, [way] * len(CASES))
 
 
+@two_stages
 def test_with_other_sessions_in_the_batch(client: SkippyClient) -> None:
     wishes = ["off", "suffix", "cache,depth=1", "simple,window=3", "suffix,depth=2", "cache"]
     requests = [
@@ -143,6 +146,7 @@ def test_with_other_sessions_in_the_batch(client: SkippyClient) -> None:
         golden.assert_agrees(case, result.token_ids, F32_TIE)
 
 
+@two_stages
 def test_behind_a_restored_prompt(client: SkippyClient) -> None:
     prompt = "serving " * 80
     first = client.generate(prompt, max_tokens=40, speculation="off")
@@ -152,8 +156,9 @@ def test_behind_a_restored_prompt(client: SkippyClient) -> None:
     assert (again.text, again.token_ids) == (first.text, first.token_ids)
 
 
+@two_stages
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [1, 4])
 def test_one_word_many_times(client: SkippyClient, kind: str, depth: int) -> None:
     """D-27: a prompt that is one word 48 times."""
     prompt = "serving " * 48
@@ -162,14 +167,15 @@ def test_one_word_many_times(client: SkippyClient, kind: str, depth: int) -> Non
     assert guessed.token_ids == plain.token_ids
 
 
+@two_stages
 def test_stop_words_and_max_tokens_inside_a_window(client: SkippyClient) -> None:
     prompt = "one two three four five six seven eight, " * 6
     whole = client.generate(prompt, max_tokens=48, speculation="off")
-    for count in range(1, 20):
+    for count in (1, 2, 3, 5, 8, 9, 10, 14):
         part = client.generate(prompt, max_tokens=count, speculation="suffix")
         assert part.token_ids == whole.token_ids[:count]
         assert part.finish_reason == "length"
-    words = [word for word in dict.fromkeys(whole.text.split()) if len(word) > 2][:6]
+    words = [word for word in dict.fromkeys(whole.text.split()) if len(word) > 2][:4]
     for word in words:
         plain = client.generate(prompt, max_tokens=48, stop_words=word, speculation="off")
         guessed = client.generate(prompt, max_tokens=48, stop_words=word, speculation="suffix")
@@ -180,6 +186,7 @@ def test_stop_words_and_max_tokens_inside_a_window(client: SkippyClient) -> None
         )
 
 
+@two_stages
 def test_seeded_sampling_is_the_same_with_every_proposer(client: SkippyClient) -> None:
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "top_p": 0.9, "seed": 11}
     prompt = "A list of colours: red, green, blue, red, green, blue, red,"
@@ -189,6 +196,7 @@ def test_seeded_sampling_is_the_same_with_every_proposer(client: SkippyClient) -
         assert guessed.token_ids == plain.token_ids
 
 
+@two_stages
 def test_what_was_guessed_is_counted(client: SkippyClient) -> None:
     before = client.status().raw["speculation"]
     result = client.generate("serving " * 48, max_tokens=64, speculation="suffix")
@@ -203,6 +211,7 @@ def test_what_was_guessed_is_counted(client: SkippyClient) -> None:
     assert (off.total_draft_tokens, off.acceptance_rate) == (0, None)
 
 
+@two_stages
 def test_a_wish_that_cannot_be_met_is_refused_by_name(client: SkippyClient) -> None:
     with pytest.raises(InvalidRequest, match=r"speculation: .*one of off, cache, ngram, simple, suffix"):
         client.generate("x", speculation="magic")
