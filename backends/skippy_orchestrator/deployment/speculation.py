@@ -31,6 +31,12 @@ class NativeMtpSection(Section, frozen=True):
     reject_cooldown_tokens: Annotated[
         int, Meta(ge=0, description="Tokens that are decoded one by one after a rejected draft.")
     ] = 0
+    draft_after_reject: Annotated[
+        bool,
+        Meta(
+            description="Whether the head's draft behind a rejected one is used; else a token is decoded first (spec 7.4)."
+        ),
+    ] = True
     suppress_cooldown_drafts: Annotated[
         bool, Meta(description="Whether drafts that come during such a cooldown are dropped.")
     ] = False

@@ -19,8 +19,6 @@ class Epoch:
         self.number = number
         self.native = proposal.native
         self.boundary: int | None = None
-        self.next_draft: tuple[int, ...] = ()
-        """The head's draft of the last window that was accepted whole."""
         self.accepted = 0
         self._proposal = list(proposal.tokens)
         self._dispatched = 0

@@ -10,12 +10,14 @@ Invariants:
 * Windows of an epoch tile the positions: the first covers the current token and its drafts, each further one its
   own drafts alone.
 * Only ``answered`` decides; whatever proposers say, it commits predictions of the target.
+* A draft of the head that comes behind its answer is waited for where the next work depends on it, and nowhere else.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from skippy_orchestrator.speculation.buffer import ProposalBuffer
 from skippy_orchestrator.speculation.classify import (
@@ -66,6 +68,8 @@ class DecodeMachine:
         self._queue: deque[Work] = deque()
         self._epoch: Epoch | None = None
         self._epochs = 0
+        self._late: Callable[[Sequence[int]], None] | None = None
+        """What to do with the head's draft of the last answer, which is on its way."""
         self._seedless_at = -1
         """Tokens generated when nothing was worth an epoch: asking again would give the same answer."""
         self._dry_at: tuple[int, ...] = ()
@@ -80,6 +84,11 @@ class DecodeMachine:
     def in_flight(self) -> int:
         """Pieces of work that are out."""
         return len(self._queue) + (self._single is not None)
+
+    @property
+    def awaits_draft(self) -> bool:
+        """Whether the next work depends on the draft that follows the last answer."""
+        return self._late is not None
 
     @property
     def may_send(self) -> bool:
@@ -102,7 +111,7 @@ class DecodeMachine:
     def next(self, now: float) -> Work | None:
         """The next work, or None while something must come back first. What is given counts as sent."""
         remaining = self._max_tokens - self.generated
-        if self._single is not None or remaining <= 0:
+        if self._single is not None or self._late is not None or remaining <= 0:
             return None
         options = self.options
         if options.pipelined and self._epoch is None and not self._advance:
@@ -225,9 +234,10 @@ class DecodeMachine:
 
     # What came of it.
 
-    def answered(self, predicted: Sequence[int], draft: Sequence[int], now: float) -> Answer:
+    def answered(self, predicted: Sequence[int], draft: Sequence[int] | None, now: float) -> Answer:
         """The oldest work came back with predictions for its inputs, and perhaps with a draft of the head.
 
+        ``draft`` None: it follows, for ``drafted``. A draft continues the text as it is once the answer is settled.
         Raises ValueError when the answer does not fit the work. A stale window's answer commits nothing.
         """
         work = self._take(now)
@@ -239,7 +249,7 @@ class DecodeMachine:
                 if len(predicted) != 1:
                     raise ValueError(f"{len(predicted)} predictions for one input")
                 self.counters.serial_steps += 1
-                self.sources.native.serial_answer(predicted[0], draft)
+                self._take_draft(partial(self.sources.native.serial_answer, predicted[0]), draft)
                 return Answer(work, (predicted[0],), 1)
             case Path.SERIAL_WINDOW:
                 return self._serial_verified(work, predicted)
@@ -247,6 +257,18 @@ class DecodeMachine:
                 return self._verified(work, predicted, draft)
             case Path.PIPELINED:
                 return self._pipelined(work, predicted, draft)
+
+    def drafted(self, draft: Sequence[int]) -> None:
+        """The draft that followed the last answer, empty for none; dropped when nothing waits for it any more."""
+        late, self._late = self._late, None
+        if late is not None:
+            late(draft)
+
+    def _take_draft(self, use: Callable[[Sequence[int]], None], draft: Sequence[int] | None) -> None:
+        if draft is None:
+            self._late = use
+        else:
+            use(draft)
 
     def _take(self, now: float) -> Work:
         if self._single is not None:
@@ -270,7 +292,7 @@ class DecodeMachine:
         valid = min(1 + decision.accepted, len(work.inputs))
         return Answer(work, tuple(predicted[: decision.commit]), valid, accepted=decision.accepted)
 
-    def _verified(self, work: Work, predicted: Sequence[int], draft: Sequence[int]) -> Answer:
+    def _verified(self, work: Work, predicted: Sequence[int], draft: Sequence[int] | None) -> Answer:
         count = len(work.drafts)
         decision = classify_window(work.drafts, predicted, self.generated, self._max_tokens, self._end_tokens)
         self.counters.verify_windows += 1
@@ -284,10 +306,10 @@ class DecodeMachine:
             accepted=decision.accepted,
             rejected=decision.rejected,
             free=predicted[count] if len(predicted) > count else None,
-            draft=tuple(draft),
+            draft=draft,
         )
 
-    def _pipelined(self, work: Work, predicted: Sequence[int], draft: Sequence[int]) -> Answer:
+    def _pipelined(self, work: Work, predicted: Sequence[int], draft: Sequence[int] | None) -> Answer:
         epoch = self._epoch
         if epoch is None or work.epoch != epoch.number:
             raise ValueError(f"window {work.window} of epoch {work.epoch}, which is over")
@@ -303,8 +325,6 @@ class DecodeMachine:
         self.counters.count_pipelined_window(count, decision, full=full)
         self._check_native(work, target)
         epoch.accepted += decision.accepted
-        if full:
-            epoch.next_draft = tuple(draft)
         return Answer(
             work,
             target[: commit_of(count, decision.commit, full=full, dependent=dependent)],
@@ -314,6 +334,7 @@ class DecodeMachine:
             accepted=decision.accepted,
             rejected=judged.rejected,
             free=target[count] if len(target) > count else None,
+            draft=draft,
         )
 
     def _check_native(self, work: Work, target: Sequence[int]) -> None:
@@ -354,15 +375,17 @@ class DecodeMachine:
             self.sources.native.rejected()
         if update.ended:
             self.counters.tail_rejects += self._buffer.tail_rejected
-            if full and not update.native_rejected and self.generated < self._max_tokens:
-                self.sources.native.adopt(answer.draft)
+            if self.generated < self._max_tokens and (
+                (full and not update.native_rejected) or self._redrafts(answer)
+            ):
+                self._take_draft(self.sources.native.adopt, answer.draft)
 
     def _settle_pipelined(self, epoch: Epoch, answer: Answer, *, full: bool) -> bool:
         if full:
             epoch.boundary = answer.free
             if not self._advance and not epoch.candidates:
                 self._close(epoch)
-                self.sources.native.adopt(epoch.next_draft)
+                self._take_draft(self.sources.native.adopt, answer.draft)
             return False
         stale = [work for work in self._queue if not work.stale]
         for work in stale:
@@ -373,7 +396,14 @@ class DecodeMachine:
         self.sources.native.drop()
         if answer.rejected and epoch.accepted < epoch.native:
             self.sources.native.rejected()
+        if self._redrafts(answer):
+            self._take_draft(self.sources.native.adopt, answer.draft)
         return bool(stale)
+
+    def _redrafts(self, answer: Answer) -> bool:
+        """Whether a draft behind a window that was not accepted whole is used."""
+        settings = self.options.plan.native_mtp
+        return settings.draft_after_reject and answer.rejected and not self.sources.native.cooldown
 
     def _close(self, epoch: Epoch) -> None:
         self.counters.tail_rejects += epoch.tail_rejected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -52,5 +53,5 @@ class Answer:
     rejected: bool = False
     free: int | None = None
     """The prediction behind the last draft, where there is one."""
-    draft: tuple[int, ...] = ()
-    """What the head drafted behind the predictions."""
+    draft: Sequence[int] | None = ()
+    """What the head drafted behind what is committed; None while that is on its way."""

@@ -22,8 +22,8 @@ from skippy_orchestrator.speculation.work import Answer, Path, Work
 from tests.orchestrator.speculation.reference import Draft, ReferencePlan, Target
 
 
-def plan_of(reference: ReferencePlan, **changes: Any) -> SpeculationPlan:
-    """The same plan in the product's words; back-off, which the spec does not have, is off."""
+def plan_of(reference: ReferencePlan, *, redraft: bool = False, **changes: Any) -> SpeculationPlan:
+    """The same plan in the product's words; what the spec does not have, back-off and ``redraft``, is off."""
     ngram = reference.ngram
     sections: dict[str, Any] = {
         "native_mtp": NativeMtpSection(
@@ -31,6 +31,7 @@ def plan_of(reference: ReferencePlan, **changes: Any) -> SpeculationPlan:
             max_draft_tokens=reference.max_draft,
             min_draft_tokens=min(reference.min_draft, reference.max_draft),
             reject_cooldown_tokens=reference.cooldown,
+            draft_after_reject=redraft,
             suppress_cooldown_drafts=reference.suppress,
             suppress_cooldown_draft_limit=reference.suppress_limit,
         ),
@@ -66,6 +67,8 @@ class Driver:
     draft: Draft | None = None
     stops_at: int | None = None
     """Tokens after which a stop string ends the text."""
+    late: bool = False
+    """Whether the head's drafts come behind the answers, as a second response."""
     now: float = 0.0
     works: list[Work] = field(default_factory=list)
 
@@ -104,7 +107,7 @@ class Driver:
     def receive(self, check: Callable[[Answer], None] | None = None) -> None:
         """The oldest answer comes back and is committed."""
         _, predicted, draft = self.flight.popleft()
-        answer = self.machine.answered(predicted, draft, self.now)
+        answer = self.machine.answered(predicted, None if self.late else draft, self.now)
         if check is not None:
             check(answer)
         committed = 0
@@ -116,6 +119,11 @@ class Driver:
                 self.stopped = True
                 break
         self.machine.settle(answer, committed, stopped=self.stopped)
+        if self.late:
+            waits = self.machine.awaits_draft
+            assert not waits or self.machine.next(self.now) is None, "the draft was not waited for"
+            self.machine.drafted(draft)
+            assert not self.machine.awaits_draft
         self.now += 1.0
 
     def run(self) -> list[int]:

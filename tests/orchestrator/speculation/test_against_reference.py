@@ -91,3 +91,28 @@ def test_text_and_counters_of_random_plans(first: int) -> None:
         for name, value in got.items():
             totals[name] += value
     assert all(totals.values()), f"paths that were not taken: {totals}"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_drafts_that_follow_their_answers_change_nothing(late: bool) -> None:
+    """As above with the head's drafts as second responses; used behind rejected ones too, they save steps."""
+    steps = {False: 0, True: 0}
+    for trial in range(1000):
+        case = random_case(trial)
+        if not case["plan"].mtp:
+            continue
+        prompt, max_tokens, ends = case["prompt"], case["max_tokens"], case["ends"]
+        target = {**case["target"], "stops_early": True}
+        serial = decode(prompt, max_tokens, Target(case["function"]), ends, ReferencePlan(), {})
+        expected: dict[str, int] = {}
+        decode(prompt, max_tokens, Target(**target), ends, case["plan"], expected)
+        for redraft in (False, True):
+            plan = plan_of(case["plan"], redraft=redraft)
+            driver = Driver(plan, prompt, max_tokens, Target(**target), ends, late=late)
+            assert driver.run() == serial, f"trial {trial}: {case['plan']}"
+            counters = driver.machine.counters
+            steps[redraft] += counters.windows + counters.serial_steps
+            if not redraft:
+                got = {name: getattr(counters, name) for name in COUNTED}
+                assert got == {name: expected.get(name, 0) for name in COUNTED}, f"trial {trial}"
+    assert steps[True] < steps[False]
