@@ -40,6 +40,7 @@ from skippy_orchestrator.prefix.cache import PrefixCache
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.scheduler import Scheduler
 from skippy_orchestrator.sessions import Commit, Session, SessionStep, Text
+from skippy_orchestrator.speculation.draft_model import Drafted, DraftPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Core:
         self._end_tokens = end_tokens
         self._prefill = PrefillTerms(PrefillPolicy.of(prefill), prefill.credits, history.transport)
         self._prefixes = prefixes
+        self._drafts: DraftPool | None = None
         self._budget = budget
         self._admission = Admission(budget, scheduler.max_sessions, limits.max_queue, limits.queue_timeout_s)
         self._scheduler = Scheduler(scheduler, stages)
@@ -103,7 +105,10 @@ class Core:
     @property
     def idle(self) -> bool:
         """True when nothing runs, waits or is in flight, and no end waits to be sent."""
-        return not (self._running or self.waiting or self._in_flight or self._ended or self._closing)
+        drafts = self._drafts is not None and not self._drafts.idle
+        return not (
+            self._running or self.waiting or self._in_flight or self._ended or self._closing or drafts
+        )
 
     # Events.
 
@@ -160,6 +165,45 @@ class Core:
             self._fail(session, error)
         if expired:
             self._start(self._admission.admit(), now)
+
+    # The draft model, which has frames of its own.
+
+    def use_draft_model(self, drafts: DraftPool) -> None:
+        """There is a draft model from now on, for requests that begin now."""
+        self._drafts = drafts
+
+    def next_draft_frame(self) -> Frame | None:
+        """The draft model's next frame, if it can take one and there is something to draft."""
+        return self._drafts.next_frame() if self._drafts is not None else None
+
+    def draft_frame_done(self, number: int, statuses: Sequence[StepStatus], now: float) -> None:
+        """A frame of the draft model has come back."""
+        if self._drafts is not None:
+            self._propose(self._drafts.frame_done(number, statuses), now)
+
+    def lose_draft_model(self, now: float) -> None:
+        """The draft model is gone: requests go on without it."""
+        drafts, self._drafts = self._drafts, None
+        if drafts is not None:
+            waiting = drafts.lose()
+            for session in self._running.values():
+                session.lose_draft_model()
+                self._scheduler.update(session)
+            self._propose(waiting, now)
+
+    def _ask_drafts(self, session: Session, now: float) -> None:
+        wanted = session.wanted_drafts
+        if wanted and self._drafts is not None:
+            drafted = self._drafts.want(session.id, wanted)
+            if drafted is not None:
+                session.proposed(drafted.tokens, now)
+
+    def _propose(self, answers: Sequence[Drafted], now: float) -> None:
+        for drafted in answers:
+            session = self._running.get(drafted.session)
+            if session is not None:
+                session.proposed(drafted.tokens, now)
+                self._scheduler.update(session)
 
     # Steps and outputs.
 
@@ -238,12 +282,18 @@ class Core:
             self.counters.prefix_queries += terms.probes
             session.begin(terms, now)
             self._running[session.id] = session
+            if self._drafts is not None and session.request.speculation.draft_model:
+                session.draft_model = self._drafts.open(
+                    session.id, session.context, session.max_positions, session.request.sampling
+                )
             self._scheduler.add(session)
 
     def _retire(self, session: Session, now: float, error: SkippyError | None = None) -> None:
         session.end()
         del self._running[session.id]
         self._scheduler.remove(session)
+        if self._drafts is not None:
+            self._drafts.close(session.id)
         self._admission.release(session)
         if session.on_stages and error is None:
             closing = session.closing()
@@ -290,6 +340,7 @@ class Core:
                     self.history.speculation.add(commit.speculation)
                 self._retire(session, now)
                 return
+        self._ask_drafts(session, now)
         self._scheduler.update(session)
 
     def _restored(self, session: Session, now: float) -> None:
@@ -309,6 +360,8 @@ class Core:
         """Raise AssertionError when sessions, places, reservations and frames disagree."""
         self._admission.check_integrity(set(self._running))
         self._scheduler.check_integrity(self._running)
+        if self._drafts is not None:
+            self._drafts.check_integrity(set(self._running))
         for session in self._running.values():
             session.check_integrity()
         at_stage_0 = self._number - self._left_first

@@ -112,6 +112,8 @@ class Session:
         self.phase = Phase.WAITING
         self.finish_reason = ""
         self.epoch = 0
+        self.draft_model = False
+        """Whether a draft model drafts for it."""
         self.predicted: list[int] = []
         """The first predictions, an end token included: what may be replayed (spec 4.7)."""
         self._text = text
@@ -167,7 +169,9 @@ class Session:
         """Whether a decode step could be sent now, as far as is known without asking."""
         if self.phase is not Phase.DECODE or self._decoder is None:
             return False
-        return not self._in_flight or self._decoder.may_send
+        if not self._in_flight:
+            return not self._decoder.awaits_drafts
+        return self._decoder.may_send
 
     def is_stale(self, step: Step) -> bool:
         """Whether a step is a window whose answer no longer counts."""
@@ -304,7 +308,7 @@ class Session:
         wish = self.request.speculation if self._prefix.cuts else NO_SPECULATION
         plan = after_restore(wish, keep_ngrams=self._prefix.keeps_ngrams)
         self._decoder = DecodeMachine(
-            SpeculationOptions(plan),
+            SpeculationOptions(plan, draft_model=self.draft_model),
             self._context,
             self.n_prompt,
             self.request.max_tokens,
@@ -327,6 +331,24 @@ class Session:
         if stale or (ended and self._in_flight):
             self.epoch += 1
         return commit
+
+    @property
+    def wanted_drafts(self) -> int:
+        """Tokens that the draft model is to draft behind the text before there is a next step; 0 for none."""
+        if self.phase is not Phase.DECODE or self._decoder is None:
+            return 0
+        return self._decoder.wanted_drafts()
+
+    def proposed(self, drafts: Sequence[int], now: float) -> None:
+        """What the draft model expects behind the text; nothing when it has failed."""
+        if self.wanted_drafts and self._decoder is not None:
+            self._decoder.proposed(drafts, now)
+
+    def lose_draft_model(self) -> None:
+        """There is no draft model any more: the session goes on without."""
+        self.draft_model = False
+        if self._decoder is not None:
+            self._decoder.sources.draft_model_lost()
 
     def commit(self, tokens: Sequence[int], now: float) -> Commit:
         """Commit tokens: the one place where they enter the context and an end is decided (spec 8.7).

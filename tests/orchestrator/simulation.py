@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from skippy_orchestrator.core import Core, Failure
 from skippy_orchestrator.deployment import (
     LimitsSection,
@@ -18,7 +19,7 @@ from skippy_orchestrator.deployment import (
     SchedulerSection,
     SpeculationPlan,
 )
-from skippy_orchestrator.frames import StageReport
+from skippy_orchestrator.frames import Frame, StageReport
 from skippy_orchestrator.history import History
 from skippy_orchestrator.kv_budget import KvBudget
 from skippy_orchestrator.pipeline.flight import Flight
@@ -26,6 +27,7 @@ from skippy_orchestrator.prefix.cache import PrefixCache, StageFacts
 from skippy_orchestrator.prefix.outcome import CacheStats
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.speculation.counters import SpeculationCounters
+from skippy_orchestrator.speculation.draft_model import DraftCounters, DraftLimits, DraftPool
 from skippy_orchestrator.speculation.options import NO_SPECULATION
 from skippy_stage.errors import SkippyError
 from skippy_stage.prefix.activations import ActivationCache
@@ -34,7 +36,7 @@ from skippy_stage.prefix.resident import ResidentPrefixes
 from skippy_stage.protocol import FrameHeader, SamplingParams, StepSkipped, decode_request, encode
 from skippy_stage.runtime import StageRuntime
 
-from tests.scripted import RecurrentEngine, ScriptedEngine, cut
+from tests.scripted import VOCAB, RecurrentEngine, ScriptedEngine, cut
 
 
 class TokenText:
@@ -86,8 +88,11 @@ class Simulation:
         engines: Sequence[ScriptedEngine | RecurrentEngine] | None = None,
         prefix: PrefixCacheSection = OFF,
         activation_bytes: int = 0,
+        draft: ScriptedEngine | None = None,
+        draft_ahead: bool = True,
     ) -> None:
         self.now = 0.0
+        scheduler = scheduler or SchedulerSection()
         self.engines = list(engines or cut(stages, blocks=blocks))
         self.prefix = prefix
         payload = "off" if prefix.mode == "disabled" else prefix.payload
@@ -112,7 +117,7 @@ class Simulation:
             len(self.engines),
             KvBudget(blocks, self.engines[0].info.kv_block_tokens),
             end_tokens,
-            scheduler or SchedulerSection(),
+            scheduler,
             prefill or PrefillSection(policy="fixed", chunk_tokens=8),
             limits or LimitsSection(),
             PrefixCache(
@@ -120,6 +125,23 @@ class Simulation:
             ),
             self.history,
         )
+        self.draft: StageRuntime[Frame] | None = None
+        self.draft_engine = draft
+        self.draft_counters = DraftCounters()
+        if draft is not None:
+            self.draft = StageRuntime(draft, "draft", 0, clock=lambda: self.now)
+            pool = DraftPool(
+                KvBudget(draft.info.kv_blocks, draft.info.kv_block_tokens),
+                DraftLimits(
+                    draft.info.context_length,
+                    VOCAB,
+                    scheduler.max_frame_rows,
+                    scheduler.prefill_rows_while_decoding,
+                ),
+                self.draft_counters,
+                ahead=draft_ahead,
+            )
+            self.core.use_draft_model(pool)
         self.names = [f"stage_{i}" for i in range(len(self.engines))]
         self.seen: dict[int, Seen] = {}
         self.headers: list[tuple[int, FrameHeader]] = []
@@ -175,6 +197,9 @@ class Simulation:
 
     def pump(self) -> None:
         """Send what can be sent and note what the core has to say."""
+        while self.draft is not None and (frame := self.core.next_draft_frame()) is not None:
+            header = FrameHeader(incarnation=8, frame=frame.number, steps=frame.steps)
+            self.draft.accept(header, np.array(frame.tokens, np.int32), None, frame)
         while (frame := self.core.next_frame(self.now)) is not None:
             self.in_flight += 1
             self.max_in_flight = max(self.max_in_flight, self.in_flight)
@@ -217,25 +242,44 @@ class Simulation:
         self.pump()
         return True
 
+    def advance_draft(self) -> bool:
+        """Let the draft model execute its frame; False when it has none."""
+        queued = self.draft.take(timeout=0) if self.draft is not None else None
+        if queued is None or self.draft is None:
+            return False
+        result, _ = self.draft.execute(queued)
+        self.now += 0.001
+        self.core.draft_frame_done(queued.reply.number, result.statuses, self.now)
+        self.pump()
+        return True
+
+    def lose_draft(self) -> None:
+        """The draft model's stage dies."""
+        self.draft = self.draft_engine = None
+        self.core.lose_draft_model(self.now)
+        self.pump()
+
     def run(self) -> None:
         """Advance all stages in turn until nothing moves, then check that nothing was left behind."""
-        waiting = deque(range(len(self.runtimes)))
+        waiting = deque([*range(len(self.runtimes)), -1])
         still = 0
         while still < len(waiting):
             waiting.rotate(-1)
-            still = 0 if self.advance(waiting[0]) else still + 1
+            moved = self.advance_draft() if waiting[0] < 0 else self.advance(waiting[0])
+            still = 0 if moved else still + 1
         self.check_integrity()
 
     def check_integrity(self) -> None:
         self.core.check_integrity()
-        for runtime in self.runtimes:
-            runtime.check_integrity()
+        for runtime in [*self.runtimes, self.draft]:
+            if runtime is not None:
+                runtime.check_integrity()
 
     def check_empty(self) -> None:
         """Every session has ended: no stage, list or budget holds anything."""
         self.run()
         assert self.core.idle
-        for engine in self.engines:
+        for engine in [*self.engines, *([self.draft_engine] if self.draft_engine else [])]:
             usage = engine.usage()
             assert usage.cached == {}, "a stage still holds a session"
             assert usage.blocks_used == 0, "a stage holds blocks for nobody"

@@ -34,7 +34,8 @@ class NativeMtpSection(Section, frozen=True):
     draft_after_reject: Annotated[
         bool,
         Meta(
-            description="Whether the head's draft behind a rejected one is used; else a token is decoded first (spec 7.4)."
+            description="Whether the head's draft behind a rejected one is used; else a token is decoded first, "
+            "as in spec 7.4."
         ),
     ] = True
     suppress_cooldown_drafts: Annotated[
@@ -115,6 +116,13 @@ class SpeculationPlan(Section, frozen=True):
     native_mtp: Annotated[
         NativeMtpSection, Meta(description="Drafts of the model's own multi-token prediction head; a table.")
     ] = NativeMtpSection()
+    draft_model: Annotated[
+        bool,
+        Meta(
+            description="Drafts of the draft model of [draft]; n-grams, where the plan has them, are asked when it has "
+            "none. Windows go one by one."
+        ),
+    ] = False
     ngram: Annotated[NgramSection | None, Meta(description="Drafts of n-grams; a table, absent is none.")] = (
         None
     )
@@ -151,11 +159,13 @@ class SpeculationPlan(Section, frozen=True):
         super().__post_init__()
         if self.extension is not None and not (self.native_mtp.enabled and self.ngram is not None):
             raise ValueError("extension: needs native_mtp.enabled and ngram")
+        if self.draft_model and not self.speculative_window:
+            raise ValueError("speculative_window: got 0, expected at least 1 with draft_model")
 
     @property
     def most_tokens(self) -> int:
-        """Most drafts of one window; 0 without proposers that this process knows of."""
-        if self.ngram is None and not self.native_mtp.enabled:
+        """Most drafts of one window; 0 without proposers."""
+        if self.ngram is None and not self.native_mtp.enabled and not self.draft_model:
             return 0
         return max(self.verify_window.max_tokens, self.speculative_window)
 

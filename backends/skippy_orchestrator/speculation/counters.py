@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from skippy_orchestrator.speculation.classify import Outcome, SerialDecision, WindowDecision
+from skippy_orchestrator.speculation.native_mtp import NativeMtpCounters
+from skippy_orchestrator.speculation.windows import WindowStats
 
 POSITIONS = 16
 """Positions of a window that are told apart; later ones count with the last."""
@@ -56,6 +58,12 @@ class SpeculationCounters:
     """Proposals whose n-gram part was rejected behind an accepted native part."""
     rests: int = 0
     """How often a proposer was rested because it did not pay."""
+    draft_s: float = 0.0
+    """Seconds in which nothing was sent because drafts of a head or a draft model were waited for."""
+    verify_s: float = 0.0
+    """Seconds from sending a window to its answer, of all windows."""
+    native_mtp: NativeMtpCounters = field(default_factory=NativeMtpCounters)
+    in_flight: WindowStats = field(default_factory=WindowStats)
     by_source: dict[str, Proposed] = field(default_factory=dict)
     by_position: list[Proposed] = field(default_factory=list)
 
@@ -74,12 +82,19 @@ class SpeculationCounters:
         """Share of the drafts that was right; 0 without any."""
         return self.accepted_draft_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
+    @property
+    def stale_share(self) -> float:
+        """Share of the windows that came back stale; 0 without any."""
+        total = self.windows + self.stale_windows
+        return self.stale_windows / total if total else 0.0
+
     def to_plain(self) -> dict[str, Any]:
         """Everything by name, for an operator."""
         return {
             **asdict(self),
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
+            "stale_share": self.stale_share,
         }
 
     def count_drafts(self, source: str, drafts: int, accepted: int) -> None:
@@ -129,18 +144,31 @@ class SpeculationCounters:
 
     def add(self, other: SpeculationCounters) -> None:
         """Add what another request did."""
-        for each in fields(self):
-            mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            if isinstance(mine, int):
-                setattr(self, each.name, mine + theirs)
-        for source, proposed in other.by_source.items():
-            _add(self.by_source.setdefault(source, Proposed()), proposed)
-        while len(self.by_position) < len(other.by_position):
-            self.by_position.append(Proposed())
-        for mine, theirs in zip(self.by_position, other.by_position, strict=False):
+        _add(self, other)
+
+
+def _add(to: Any, what: Any) -> None:
+    """Add field by field: numbers, tables and lists of numbers or of further counters; highest values stay highest."""
+    for each in fields(to):
+        mine, theirs = getattr(to, each.name), getattr(what, each.name)
+        if each.name.startswith("max_"):
+            setattr(to, each.name, max(mine, theirs))
+        elif isinstance(mine, int | float):
+            setattr(to, each.name, mine + theirs)
+        elif isinstance(mine, dict):
+            for key, value in theirs.items():
+                _add(mine.setdefault(key, type(value)()), value)
+        elif isinstance(mine, list):
+            _add_lists(mine, theirs)
+        else:
             _add(mine, theirs)
 
 
-def _add(to: Proposed, what: Proposed) -> None:
-    to.tokens += what.tokens
-    to.accepted += what.accepted
+def _add_lists(mine: list[Any], theirs: list[Any]) -> None:
+    for index, value in enumerate(theirs):
+        if index == len(mine):
+            mine.append(type(value)())
+        if is_dataclass(value):
+            _add(mine[index], value)
+        else:
+            mine[index] += value

@@ -52,9 +52,11 @@ class DecodeMachine:
     ) -> None:
         """``context`` is the session's own list: ``prompt_tokens`` of the prompt, then committed tokens."""
         self.options = options
-        self.counters = SpeculationCounters()
         self.sources = DraftSources(options, context, prompt_tokens, proposer)
         self.windows = VerifyWindows(options.depth, now)
+        self.counters = SpeculationCounters(
+            native_mtp=self.sources.native.counters, in_flight=self.windows.stats
+        )
         self.serial_width = SerialWidth(
             options.plan.speculative_window, adaptive=options.plan.adaptive_speculative_window
         )
@@ -68,6 +70,7 @@ class DecodeMachine:
         self._queue: deque[Work] = deque()
         self._epoch: Epoch | None = None
         self._epochs = 0
+        self._answered_at = now
         self._late: Callable[[Sequence[int]], None] | None = None
         """What to do with the head's draft of the last answer, which is on its way."""
         self._seedless_at = -1
@@ -86,9 +89,9 @@ class DecodeMachine:
         return len(self._queue) + (self._single is not None)
 
     @property
-    def awaits_draft(self) -> bool:
-        """Whether the next work depends on the draft that follows the last answer."""
-        return self._late is not None
+    def awaits_drafts(self) -> bool:
+        """Whether the next work depends on drafts that are on their way, of the head or of the draft model."""
+        return self._late is not None or self.wanted_drafts() > 0
 
     @property
     def may_send(self) -> bool:
@@ -110,6 +113,12 @@ class DecodeMachine:
 
     def next(self, now: float) -> Work | None:
         """The next work, or None while something must come back first. What is given counts as sent."""
+        work = self._next(now)
+        if work is not None:
+            work.sent_at = now
+        return work
+
+    def _next(self, now: float) -> Work | None:
         remaining = self._max_tokens - self.generated
         if self._single is not None or self._late is not None or remaining <= 0:
             return None
@@ -137,7 +146,7 @@ class DecodeMachine:
 
     def wanted_drafts(self) -> int:
         """Tokens that the draft model is to draft behind the text before there is a next work; 0 for none."""
-        if self.in_flight or not self.options.draft_model or not self.sources.needs_draft_model():
+        if self.in_flight or self._late is not None or not self.sources.needs_draft_model():
             return 0
         return min(self._max_tokens - self.generated, self.serial_width.current)
 
@@ -258,11 +267,17 @@ class DecodeMachine:
             case Path.PIPELINED:
                 return self._pipelined(work, predicted, draft)
 
-    def drafted(self, draft: Sequence[int]) -> None:
+    def drafted(self, draft: Sequence[int], now: float) -> None:
         """The draft that followed the last answer, empty for none; dropped when nothing waits for it any more."""
         late, self._late = self._late, None
         if late is not None:
+            self.counters.draft_s += now - self._answered_at
             late(draft)
+
+    def proposed(self, drafts: Sequence[int], now: float) -> None:
+        """The draft model has answered: it expects these tokens behind the text, or nothing."""
+        self.counters.draft_s += now - self._answered_at
+        self.sources.drafted(drafts)
 
     def _take_draft(self, use: Callable[[Sequence[int]], None], draft: Sequence[int] | None) -> None:
         if draft is None:
@@ -279,6 +294,9 @@ class DecodeMachine:
             raise ValueError("an answer that nobody waits for")
         if work.window:
             self.windows.complete_next(work.window, now)
+        if work.drafts:
+            self.counters.verify_s += now - work.sent_at
+        self._answered_at = now
         return work
 
     def _serial_verified(self, work: Work, predicted: Sequence[int]) -> Answer:

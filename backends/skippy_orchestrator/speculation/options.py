@@ -16,11 +16,11 @@ class SpeculationOptions:
     """A plan together with what the request and the deployment allow."""
 
     def __init__(self, plan: SpeculationPlan, *, native_mtp: bool = False, draft_model: bool = False) -> None:
-        """``native_mtp``: the last stage drafts for this request; ``draft_model``: there is one to ask."""
+        """``native_mtp``: the last stage drafts for this request; ``draft_model``: there is one that drafts for it."""
         window = plan.verify_window
         self.plan = plan
         self.native_mtp = native_mtp and plan.native_mtp.enabled
-        self.draft_model = draft_model and plan.speculative_window > 0
+        self.draft_model = draft_model and plan.draft_model and plan.speculative_window > 0
         self.ngram = plan.ngram
         self.max_draft = max(plan.native_mtp.max_draft_tokens, 1)
         self.min_draft = min(plan.native_mtp.min_draft_tokens, self.max_draft)

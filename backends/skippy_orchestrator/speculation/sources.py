@@ -32,6 +32,7 @@ class DraftSources:
         self._start = prompt_tokens
         self._proposer = proposer
         self._drafts: tuple[int, ...] | None = None
+        self._draft_model_lost = False
 
     @property
     def ngram_name(self) -> str:
@@ -60,7 +61,11 @@ class DraftSources:
 
     def needs_draft_model(self) -> bool:
         """Whether the draft model must be asked before the next window."""
-        return self._options.draft_model and self._drafts is None
+        return self._options.draft_model and not self._draft_model_lost and self._drafts is None
+
+    def draft_model_lost(self) -> None:
+        """There is no draft model to ask any more."""
+        self._draft_model_lost = True
 
     def drafted(self, tokens: Sequence[int]) -> None:
         """The draft model expects these tokens behind the text, or nothing."""

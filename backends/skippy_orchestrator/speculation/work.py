@@ -36,6 +36,8 @@ class Work:
     window: int = 0
     epoch: int = 0
     starts_epoch: bool = False
+    sent_at: float = 0.0
+    """Seconds, on the caller's clock."""
     stale: bool = False
     """Its assumptions turned out wrong: its answer will not count."""
 

@@ -46,6 +46,7 @@ def plan_of(reference: ReferencePlan, *, redraft: bool = False, **changes: Any) 
         "verify_window": VerifyWindowSection(
             min_tokens=reference.verify_min, max_tokens=reference.verify_max, pipeline_depth=reference.depth
         ),
+        "draft_model": reference.draft is not None,
         "speculative_window": reference.window,
         "adaptive_speculative_window": reference.adaptive,
         "draft_acceptance_threshold": reference.threshold,
@@ -94,7 +95,7 @@ class Driver:
         if self.draft is not None:
             wanted = self.machine.wanted_drafts()
             if wanted:
-                self.machine.sources.drafted(self.draft(self.context, wanted))
+                self.machine.proposed(self.draft(self.context, wanted), self.now)
         work = self.machine.next(self.now)
         if work is None:
             return False
@@ -120,10 +121,10 @@ class Driver:
                 break
         self.machine.settle(answer, committed, stopped=self.stopped)
         if self.late:
-            waits = self.machine.awaits_draft
+            waits = self.machine.awaits_drafts
             assert not waits or self.machine.next(self.now) is None, "the draft was not waited for"
-            self.machine.drafted(draft)
-            assert not self.machine.awaits_draft
+            self.machine.drafted(draft, self.now)
+            assert not self.machine.awaits_drafts
         self.now += 1.0
 
     def run(self) -> list[int]:

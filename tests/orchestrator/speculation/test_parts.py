@@ -278,6 +278,7 @@ def test_which_windows_a_plan_leads_to(
 ) -> None:
     plan = SpeculationPlan(
         native_mtp=NativeMtpSection(enabled=bool(mtp)),
+        draft_model=bool(draft),
         ngram=NGRAM if ngram else None,
         extension=ExtensionSection(max_tokens=4) if extension else None,
     )
