@@ -14,6 +14,7 @@ from skippy_orchestrator.prefix.outcome import CacheStats, CacheStatus
 from skippy_orchestrator.prefix.session import OFF
 from skippy_orchestrator.sessions import Commit, Dispatched, Phase, Session, SessionStep
 from skippy_orchestrator.speculation.counters import SpeculationCounters
+from skippy_orchestrator.speculation.windows import WindowStats
 from skippy_stage.protocol import (
     DecodeStep,
     OpenStep,
@@ -102,7 +103,7 @@ def test_from_the_prompt_to_the_last_token() -> None:
     cache = CacheStats(
         status=CacheStatus.DISABLED, suffix_prefill_tokens=2, prompt_ms=500.0, predicted_ms=250.0
     )
-    speculation = SpeculationCounters(serial_steps=1)
+    speculation = SpeculationCounters(serial_steps=1, in_flight=WindowStats(occupancy_s=[0.0, 0.0]))
     assert complete(s, decode, 11, now=1.75) == Commit(7, (11,), "kl", "length", cache, speculation)
     assert (s.phase, s.n_output, list(s.context)) == (Phase.ENDED, 2, [1, 2, 3, 10, 11])
     assert s.next_step(100, 2.0) is None

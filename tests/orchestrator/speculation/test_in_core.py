@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from skippy_orchestrator import sessions
 from skippy_orchestrator.deployment import PrefillSection, PrefixCacheSection, SchedulerSection
 from skippy_orchestrator.deployment.speculation import NgramSection, SpeculationPlan, VerifyWindowSection
-from skippy_orchestrator.speculation.proposers import make_proposer
 from skippy_stage.errors import Cancelled
 from skippy_stage.protocol import DecodeStep, SamplingParams, VerifyStep
 
@@ -153,16 +152,13 @@ def test_any_plans_in_any_order_of_events_give_the_reference(data: st.DataObject
     draw = data.draw
     wrong, seed = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), draw(st.integers(0, 99))
     sampling = draw(st.sampled_from([SamplingParams(), SAMPLED]))
-    patch = pytest.MonkeyPatch()
     foresees = draw(st.booleans()) or sampling is SAMPLED
-    if foresees:
-        patch.setattr(sessions, "make_proposer", lambda _: Foresight(sampling, wrong, seed))
-    else:
-        patch.setattr(sessions, "make_proposer", make_proposer)
     stages = draw(st.integers(1, 4))
     end = frozenset(draw(st.lists(st.integers(0, 250), max_size=3)))
     prefix = draw(st.sampled_from([OFF, PrefixCacheSection(min_tokens=2, replay_tokens=8)]))
-    with patch.context():
+    with pytest.MonkeyPatch.context() as patch:
+        if foresees:
+            patch.setattr(sessions, "make_proposer", lambda _: Foresight(sampling, wrong, seed))
         sim = Simulation(
             stages,
             scheduler=SchedulerSection(
@@ -193,7 +189,6 @@ def test_any_plans_in_any_order_of_events_give_the_reference(data: st.DataObject
                     sim.cancel(victim)
             sim.check_integrity()
         sim.check_empty()
-    patch.undo()
     for session, count in asked.items():
         seen = sim.seen[session]
         whole = reference(PROMPT, count, sampling)
@@ -210,13 +205,12 @@ def test_any_plans_in_any_order_of_events_give_the_reference(data: st.DataObject
 def test_windows_go_on_while_other_groups_are_out() -> None:
     """A session with windows in flight isn't held back by the groups of sessions without."""
     sim = Simulation(4, scheduler=SchedulerSection(min_group_rows=1))
-    patch = pytest.MonkeyPatch()
-    patch.setattr(sessions, "make_proposer", lambda _: Foresight(SamplingParams(), 0.0, 1))
-    sim.submit(1, PROMPT, 60, speculation=plan(4, 4))
-    for other in range(2, 6):
-        sim.submit(other, [other], 60)
-    sim.check_empty()
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "make_proposer", lambda _: Foresight(SamplingParams(), 0.0, 1))
+        sim.submit(1, PROMPT, 60, speculation=plan(4, 4))
+        for other in range(2, 6):
+            sim.submit(other, [other], 60)
+        sim.check_empty()
     both = [
         header
         for stage, header in sim.headers
