@@ -19,7 +19,7 @@ from skippy_orchestrator.relay import CANCEL_PARAMETER, RELAY_PARAMETER, RelayMo
 from skippy_orchestrator.requests import INPUTS, asks_status
 from skippy_orchestrator.responses import RelayedResponder, Responder, ResponderSink, text_tensor
 from skippy_orchestrator.service import Service
-from skippy_orchestrator.text.tokenizer import TextModel
+from skippy_orchestrator.text.tokenizer import TextModel, check_tokenizers
 
 
 class TritonPythonModel:
@@ -54,15 +54,23 @@ class Orchestrator:
         run_dir = os.environ.get("SKIPPY_RUN_DIR")
         last = len(settings.stages) - 1
         repository = ModelRepository.of_environment()
+        text = TextModel.load(path)
+        draft = None
+        if settings.draft_stage:
+            check_tokenizers(
+                settings.model, text, settings.draft_model, TextModel.load(locate(settings.draft_model))
+            )
+            draft = BlsTransport(settings.draft_stage, last=True, repository=repository)
         self._relayed: dict[str, int] = {}
         self._service = Service(
             settings,
-            TextModel.load(path),
+            text,
             context,
             [
                 BlsTransport(name, last=i == last, repository=repository)
                 for i, name in enumerate(settings.stages)
             ],
+            draft=draft,
             drain_file=Path(run_dir) / "drain" if run_dir else None,
         )
         self._service.start()

@@ -18,7 +18,7 @@ from skippy_stage.protocol import SamplingParams
 
 from skippy_orchestrator.deployment import LimitsSection, SamplingSection, SpeculationPlan, SpeculationSection
 from skippy_orchestrator.speculation.options import NO_SPECULATION
-from skippy_orchestrator.speculation.request import choose_plan
+from skippy_orchestrator.speculation.request import NO_DRAFTERS, Drafters, choose_plan
 from skippy_orchestrator.text.tokenizer import TextModel
 
 Inputs = Mapping[str, npt.NDArray[Any]]
@@ -143,6 +143,7 @@ def parse_request(
     context_tokens: int,
     draw_seed: Callable[[], int],
     speculation: SpeculationSection,
+    drafters: Drafters = NO_DRAFTERS,
     *,
     finds_chat_prefix: bool = False,
 ) -> GenerationRequest:
@@ -158,7 +159,7 @@ def parse_request(
     params = _sampling(inputs, text, sampling, draw_seed)
     stop_words = _stop_words(inputs, limits)
     cache_key = _cache_key(inputs, limits)
-    plan = _plan(inputs, speculation)
+    plan = _plan(inputs, speculation, drafters)
     stream, ignore_eos = _flag(inputs, "stream"), _flag(inputs, "ignore_eos")
     field, prompt = _prompt(inputs, text, limits)
     room = context_tokens - len(prompt)
@@ -254,10 +255,10 @@ def _cache_key(inputs: Inputs, limits: LimitsSection) -> str:
     return _text("prompt_cache_key", value, limits.max_cache_key_bytes).strip()
 
 
-def _plan(inputs: Inputs, section: SpeculationSection) -> SpeculationPlan:
+def _plan(inputs: Inputs, section: SpeculationSection, drafters: Drafters) -> SpeculationPlan:
     if "speculation" not in inputs:
         return section.plan(section.default)
-    return choose_plan(section, _text("speculation", _one(inputs, "speculation"), _MAX_PLAN_BYTES))
+    return choose_plan(section, _text("speculation", _one(inputs, "speculation"), _MAX_PLAN_BYTES), drafters)
 
 
 def _values(inputs: Inputs, name: str) -> list[Any]:

@@ -24,6 +24,7 @@ from skippy_stage.protocol import Message, StageStatus
 
 from skippy_orchestrator.core import Core
 from skippy_orchestrator.deployment import OrchestratorSettings
+from skippy_orchestrator.draft_stage import DraftStage
 from skippy_orchestrator.history import CoreCounters, History
 from skippy_orchestrator.kv_budget import KvBudget
 from skippy_orchestrator.pipeline.link import Transport
@@ -39,6 +40,7 @@ from skippy_orchestrator.prefix.cache import PrefixCache, StageFacts
 from skippy_orchestrator.requests import GenerationRequest, parse_request
 from skippy_orchestrator.sending import OutputStream, Senders, Sink, Span, span_of
 from skippy_orchestrator.sessions import Commit
+from skippy_orchestrator.speculation.request import Drafters
 from skippy_orchestrator.text.stream import TextStream
 from skippy_orchestrator.text.tokenizer import TextModel
 
@@ -80,6 +82,7 @@ class Service:
         text: TextModel,
         context_tokens: int,
         transports: Sequence[Transport],
+        draft: Transport | None = None,
         drain_file: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,6 +91,7 @@ class Service:
         self._context_tokens = context_tokens
         self._transports = list(transports)
         self._finds_chat_prefix = False
+        self._drafters = Drafters(model=draft is not None)
         self._drain_file = drain_file
         self._clock = clock
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -109,6 +113,9 @@ class Service:
         self._monitor = Monitor(
             transports, limits.heartbeat_interval_s, limits.heartbeat_timeout_s, text.vocab_size, clock
         )
+        self._draft: DraftStage | None = None
+        if draft is not None:
+            self._draft = DraftStage(draft, settings, text.vocab_size, self._events.put, clock)
         self._thread = threading.Thread(target=self._run, name="core", daemon=True)
         self._poller = threading.Thread(target=self._poll_cancels, name="cancel-poller", daemon=True)
 
@@ -138,6 +145,7 @@ class Service:
             self._context_tokens,
             lambda: secrets.randbits(64),
             self._settings.speculation,
+            self._drafters,
             finds_chat_prefix=self._finds_chat_prefix,
         )
 
@@ -174,6 +182,7 @@ class Service:
             "counters": {name: getattr(self._history.counters, name) for name in CoreCounters.__slots__},
             "speculation": self._history.speculation.to_plain(),
             "stages": [_stage_status(stage) for stage in health],
+            **({} if self._draft is None else {"draft": _draft_status(self._draft)}),
         }
 
     def stop(self) -> None:
@@ -186,6 +195,8 @@ class Service:
         self._thread.join(_STOP_LIMIT_S * 2)
         self._stopped.set()
         self._monitor.stop()
+        if self._draft is not None:
+            self._draft.stop()
         self._senders.stop(_STOP_LIMIT_S)
         self._poller.join(_STOP_LIMIT_S)
 
@@ -246,7 +257,12 @@ class Service:
         elif isinstance(event, _Cancel):
             if core is not None:
                 core.cancel(event.session, self._clock())
-        elif core is None or pipeline is None or getattr(event, "incarnation", 0) != pipeline.incarnation:
+        elif (
+            core is None
+            or pipeline is None
+            or self._is_of_draft(event, core)
+            or event.incarnation != pipeline.incarnation
+        ):
             return
         elif isinstance(event, FrameLeftStage):
             core.frame_left_stage(event.number, event.stage, event.report, self._clock())
@@ -254,6 +270,10 @@ class Service:
             core.frame_done(event.number, event.statuses, event.report, self._clock())
         elif isinstance(event, PipelineFailed):
             self._lose_pipeline(StageFault(event.stage, event.message))
+
+    def _is_of_draft(self, event: PipelineEvent, core: Core) -> bool:
+        """Whether an event is the draft stage's; then it is taken."""
+        return self._draft is not None and self._draft.handle(event, core)
 
     def _submit(self, event: _Submit) -> None:
         core = self._core
@@ -276,6 +296,8 @@ class Service:
             return
         while (frame := core.next_frame(self._clock())) is not None:
             pipeline.submit(frame)
+        if self._draft is not None:
+            self._draft.pump(core)
         self._publish(core)
 
     def _publish(self, core: Core) -> None:
@@ -311,6 +333,8 @@ class Service:
             self._pipeline.check_deadlines(now, self._settings.limits.frame_deadline_s)
         if self._core is not None:
             self._core.tick(now)
+            if self._draft is not None:
+                self._draft.tick(self._core, now)
             self._publish(self._core)
             if self._core.idle:
                 self._check_integrity(self._core)
@@ -358,6 +382,8 @@ class Service:
     def _end_pipeline(self, error: SkippyError, waiting_error: SkippyError | None = None) -> None:
         core, pipeline = self._core, self._pipeline
         self._core = self._pipeline = None
+        if self._draft is not None:
+            self._draft.end("there is no pipeline to draft for")
         try:
             if core is not None:
                 core.fail_all(error, self._clock(), waiting_error)
@@ -382,6 +408,10 @@ class Service:
                     cancelled = True
                 if cancelled:
                     self.cancel(session)
+
+
+def _draft_status(draft: DraftStage) -> dict[str, Any]:
+    return {**_stage_status(draft.health()), "counters": draft.to_plain()}
 
 
 def _stage_status(stage: StageHealth) -> dict[str, Any]:

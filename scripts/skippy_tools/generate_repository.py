@@ -12,7 +12,7 @@ from skippy_stage.errors import SkippyError
 
 from skippy_tools.command import run_script
 from skippy_tools.paths import DEFAULT_DEPLOYMENT, MODEL_REPOSITORY, display
-from skippy_tools.repository import differences, generate, read_shape, split_layers, write
+from skippy_tools.repository import differences, generate_for, read_shape, split_layers, write
 
 console = Console(stderr=True, highlight=False)
 
@@ -43,7 +43,7 @@ def generate_repository(
     try:
         chosen = load_deployment(deployment)
         shape = read_shape(chosen.model.path)
-        files = generate(chosen, shape, display(deployment))
+        files = generate_for(chosen, display(deployment))
         if check:
             wrong = differences(files, output)
             for line in wrong:

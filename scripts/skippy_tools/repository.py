@@ -41,6 +41,14 @@ class ModelShape:
     balance: Callable[[int], Sequence[tuple[int, int]]]
 
 
+def generate_for(deployment: Deployment, source: str) -> dict[str, str]:
+    """``generate`` with the shapes that the deployment's checkpoints have."""
+    draft = deployment.draft.path
+    return generate(
+        deployment, read_shape(deployment.model.path), source, read_shape(draft) if draft else None
+    )
+
+
 def read_shape(model: str) -> ModelShape:
     """Read the shape of a model from its checkpoint's header, without its weights."""
     from skippy_stage.weights import balance_layers, locate, open_checkpoint
@@ -58,6 +66,11 @@ def read_shape(model: str) -> ModelShape:
 def stage_name(deployment: Deployment, index: int) -> str:
     """Triton model name of a stage."""
     return f"{deployment.server.name}_stage_{index}"
+
+
+def draft_name(deployment: Deployment) -> str:
+    """Triton model name of the draft model's stage; empty without one."""
+    return f"{deployment.server.name}_draft" if deployment.draft.path else ""
 
 
 def split_layers(deployment: Deployment, shape: ModelShape) -> tuple[tuple[int, int], ...]:
@@ -122,6 +135,26 @@ def stage_settings(deployment: Deployment, shape: ModelShape) -> tuple[StageSett
     )
 
 
+def draft_settings(deployment: Deployment, shape: ModelShape) -> StageSettings:
+    """The settings of the draft model's stage, which holds all layers of a model of that shape."""
+    section = deployment.draft
+    return StageSettings(
+        name=draft_name(deployment),
+        model=section.path,
+        first_layer=0,
+        last_layer=shape.n_layers,
+        engine=deployment.pipeline.engine,
+        device=section.device,
+        weights=section.weights,
+        link_dtype="f32",
+        threads=section.threads,
+        kv_tokens=section.kv_tokens,
+        kv_block_tokens=deployment.kv.block_tokens,
+        prefix_payload="off",
+        activation_bytes=0,
+    )
+
+
 def _link_dtype(setting: LinkDtype, devices: Sequence[str], weights: Sequence[str]) -> LinkDtype:
     """One type for the whole pipeline: f16 only where every stage computes in it, so a cut loses nothing."""
     if setting != "auto":
@@ -136,6 +169,9 @@ def orchestrator_settings(deployment: Deployment, stages: Sequence[StageSettings
         model=deployment.model.path,
         context_tokens=deployment.model.context_tokens,
         stages=tuple(stage.name for stage in stages),
+        draft_stage=draft_name(deployment),
+        draft_model=deployment.draft.path,
+        draft_ahead=deployment.draft.ahead,
         scheduler=deployment.scheduler,
         prefill=deployment.prefill,
         prefix_cache=deployment.prefix_cache,
@@ -145,14 +181,22 @@ def orchestrator_settings(deployment: Deployment, stages: Sequence[StageSettings
     )
 
 
-def generate(deployment: Deployment, shape: ModelShape, source: str) -> dict[str, str]:
-    """All files of the repository: path inside it -> text. ``source`` is the deployment file's name."""
+def generate(
+    deployment: Deployment, shape: ModelShape, source: str, draft_shape: ModelShape | None = None
+) -> dict[str, str]:
+    """All files of the repository: path inside it -> text. ``source`` is the deployment file's name.
+
+    ``draft_shape`` is that of the draft model, where the deployment has one.
+    """
     effective_context(deployment.model.context_tokens, shape.context_length)
     stages = stage_settings(deployment, shape)
     name = deployment.server.name
     configs = [_request_model(name, to_parameters(orchestrator_settings(deployment, stages)))]
     configs += [_request_model(alias, _relay_parameters(deployment)) for alias in deployment.server.aliases]
     configs += [_stage_model(stage, shape.hidden_size, last=stage is stages[-1]) for stage in stages]
+    if draft_shape is not None:
+        draft = draft_settings(deployment, draft_shape)
+        configs.append(_stage_model(draft, draft_shape.hidden_size, last=True))
     names = [config.name for config in configs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -25,7 +25,7 @@ from skippy_stage.errors import SkippyError
 from skippy_tools import guard
 from skippy_tools.endpoints import Endpoints, choose_endpoints
 from skippy_tools.processes import log_excerpt, server_ready, stubs_of
-from skippy_tools.repository import generate, read_shape, write
+from skippy_tools.repository import generate_for, write
 from skippy_tools.status import Status, StatusError, query_status
 from skippy_tools.triton import (
     Tritonserver,
@@ -187,7 +187,7 @@ class ServerProcess:
         server = self.tritonserver = self.tritonserver or find_tritonserver()
         files = None
         if self._model_repository is None:
-            files = generate(self.deployment, read_shape(self.deployment.model.path), self.source)
+            files = generate_for(self.deployment, self.source)
         self._endpoints = choose_endpoints(section)
         if self._run_dir is None:
             self._run_dir = Path(tempfile.mkdtemp(prefix="skippy-"))

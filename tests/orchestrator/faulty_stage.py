@@ -38,8 +38,10 @@ class _Answer:
 class FaultyStage:
     """A transport to a stage in this process that can break in every way a real one can."""
 
-    def __init__(self, index: int, build: Callable[[], ScriptedEngine], prefixes: bool = False) -> None:
-        self.name = f"stage_{index}"
+    def __init__(
+        self, index: int, build: Callable[[], ScriptedEngine], prefixes: bool = False, name: str = ""
+    ) -> None:
+        self.name = name or f"stage_{index}"
         self.pid = 100
         self.gone = False
         self.garbled = False

@@ -14,6 +14,7 @@ from skippy_orchestrator.deployment import (
     PrefillSection,
     PrefixCacheSection,
     SchedulerSection,
+    SpeculationPlan,
 )
 from skippy_orchestrator.requests import GenerationRequest
 from skippy_orchestrator.sending import Span
@@ -102,6 +103,7 @@ class Serving:
         blocks: int = 4096,
         block_tokens: int = 64,
         end_tokens: frozenset[int] = frozenset(),
+        draft: bool = False,
         **options: Any,
     ) -> None:
         self._ahead = 0.0
@@ -110,6 +112,9 @@ class Serving:
             FaultyStage(i, lambda i=i: cut(stages, **sizes)[i], prefix is not None)  # type: ignore[misc]
             for i in range(stages)
         ]
+        self.draft: FaultyStage | None = None
+        if draft:
+            self.draft = FaultyStage(0, lambda: cut(1, **sizes)[0], name="draft")
         settings = OrchestratorSettings(
             model="scripted",
             stages=tuple(stage.name for stage in self.stages),
@@ -119,7 +124,7 @@ class Serving:
             limits=LimitsSection(**{**LIMITS, **(limits or {})}),
         )
         self.service = Service(
-            settings, text_model(end_tokens), 4096, self.stages, clock=self.clock, **options
+            settings, text_model(end_tokens), 4096, self.stages, draft=self.draft, clock=self.clock, **options
         )
         self.clients: list[Client] = []
 
@@ -144,6 +149,7 @@ class Serving:
         stream: bool = True,
         sampling: SamplingParams | None = None,
         stop_words: tuple[str, ...] = (),
+        speculation: SpeculationPlan | None = None,
         client: Client | None = None,
     ) -> Client:
         request = GenerationRequest(
@@ -152,6 +158,7 @@ class Serving:
             sampling=sampling or SamplingParams(),
             stream=stream,
             stop_words=stop_words,
+            **({} if speculation is None else {"speculation": speculation}),
         )
         client = client or Client()
         client.session = self.service.new_session()
@@ -161,15 +168,16 @@ class Serving:
 
     def wait_free(self) -> None:
         """All sessions have ended: wait until no stage and no list holds anything."""
-        wait_until(lambda: not any(stage.cached() for stage in self.stages), "stages are free")
-        wait_until(lambda: all(stage.local.status().pending == 0 for stage in self.stages), "stages are idle")
-        for stage in self.stages:
+        every = [*self.stages, *([] if self.draft is None else [self.draft])]
+        wait_until(lambda: not any(stage.cached() for stage in every), "stages are free")
+        wait_until(lambda: all(stage.local.status().pending == 0 for stage in every), "stages are idle")
+        for stage in every:
             stage.local.runtime.check_integrity()
             assert stage.engine.usage().blocks_used == 0
 
     def close(self) -> None:
         self.service.stop()
-        for stage in self.stages:
+        for stage in [*self.stages, *([] if self.draft is None else [self.draft])]:
             stage.close()
 
 

@@ -281,3 +281,21 @@ def test_wrong_parameters_are_refused_by_name(change: dict[str, str], message: s
     for key in ("model", "stages"):
         with pytest.raises(SettingsError, match=f"missing required field `{key}`"):
             from_parameters(OrchestratorSettings, {k: v for k, v in parameters.items() if k != key})
+
+
+@pytest.mark.parametrize(
+    ("toml", "refused"),
+    [
+        ('[speculation]\ndefault = "draft"', r"speculation\.plans\.draft: needs a draft model"),
+        ("[speculation.plans.mine]\ndraft_model = true", r"speculation\.plans\.mine: needs a draft model"),
+        ('[draft]\npath = "tiny"\nkv_tokens = 3', r"draft\.kv_tokens"),
+    ],
+)
+def test_a_plan_with_a_draft_model_needs_one(toml: str, refused: str) -> None:
+    with pytest.raises(SettingsError, match=refused):
+        parse_deployment(toml)
+
+
+def test_a_plan_with_a_draft_model_that_is_there() -> None:
+    deployment = parse_deployment('[draft]\npath = "tiny"\n[speculation]\ndefault = "draft"')
+    assert deployment.speculation.plan("draft").draft_model

@@ -13,7 +13,9 @@ from skippy_tools.pbtxt import quote
 from skippy_tools.repository import (
     ModelShape,
     differences,
+    draft_settings,
     generate,
+    generate_for,
     orchestrator_settings,
     read_shape,
     split_layers,
@@ -41,7 +43,7 @@ def parameters(text: str) -> dict[str, str]:
 
 def test_the_committed_repository_is_the_generated_one() -> None:
     deployment = load_deployment(DEFAULT_DEPLOYMENT)
-    files = generate(deployment, read_shape(deployment.model.path), display(DEFAULT_DEPLOYMENT))
+    files = generate_for(deployment, display(DEFAULT_DEPLOYMENT))
     assert not differences(files, MODEL_REPOSITORY), "run ./scripts/generate_repository"
     committed = {
         str(path.relative_to(MODEL_REPOSITORY)) for path in MODEL_REPOSITORY.rglob("*") if path.is_file()
@@ -195,3 +197,27 @@ def test_real_model_is_balanced() -> None:
         assert len(ranges) == count
         assert ranges[0][0] == 0
         assert ranges[-1][1] == shape.n_layers
+
+
+def test_a_draft_model_is_a_stage_of_its_own() -> None:
+    toml = """
+    [draft]
+    path = "tiny"
+    threads = 1
+    kv_tokens = 64
+    ahead = false
+    [pipeline]
+    engine = "some.module:engine"
+    [prefix_cache]
+    mode = "record"
+    """
+    deployment = parse_deployment(toml)
+    files = generate(deployment, even(), "x.toml", even(4))
+    told = from_parameters(StageSettings, parameters(files["skippy_draft/config.pbtxt"]))
+    assert told == draft_settings(deployment, even(4))
+    assert (told.first_layer, told.last_layer, told.model, told.kv_tokens) == (0, 4, "tiny", 64)
+    assert (told.prefix_payload, told.engine, told.threads) == ("off", "some.module:engine", 1)
+    orchestrator = from_parameters(OrchestratorSettings, parameters(files["skippy/config.pbtxt"]))
+    assert (orchestrator.draft_stage, orchestrator.draft_model) == ("skippy_draft", "tiny")
+    assert not orchestrator.draft_ahead
+    assert "skippy_draft" not in orchestrator.stages

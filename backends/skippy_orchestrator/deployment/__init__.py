@@ -22,6 +22,7 @@ from skippy_orchestrator.deployment.scheduling import (
 )
 from skippy_orchestrator.deployment.section import Section
 from skippy_orchestrator.deployment.serving import (
+    DraftSection,
     KvSection,
     LimitsSection,
     ModelSection,
@@ -34,6 +35,7 @@ from skippy_orchestrator.deployment.speculation import SpeculationPlan, Speculat
 
 __all__ = [
     "Deployment",
+    "DraftSection",
     "KvSection",
     "LimitsSection",
     "ModelSection",
@@ -66,6 +68,7 @@ class Deployment(Section, frozen=True):
     prefill: PrefillSection = PrefillSection()
     prefix_cache: PrefixCacheSection = PrefixCacheSection()
     speculation: SpeculationSection = SpeculationSection()
+    draft: DraftSection = DraftSection()
     limits: LimitsSection = LimitsSection()
     sampling: SamplingSection = SamplingSection()
     server: ServerSection = ServerSection()
@@ -79,6 +82,10 @@ class Deployment(Section, frozen=True):
                     f"speculation.plans.{name}: got windows of {tokens} tokens, expected fewer than "
                     f"scheduler.max_frame_rows, {most}"
                 )
+        for name in {self.speculation.default, *self.speculation.plans}:
+            lacks = self.speculation.plan(name).lacks(head=True, draft_model=bool(self.draft.path))
+            if lacks:
+                raise ValueError(f"speculation.plans.{name}: needs {lacks}")
 
 
 class OrchestratorSettings(Section, frozen=True, kw_only=True):
@@ -87,6 +94,10 @@ class OrchestratorSettings(Section, frozen=True, kw_only=True):
     model: str
     context_tokens: int = 0
     stages: Annotated[tuple[str, ...], Meta(min_length=1)]
+    draft_stage: str = ""
+    """Triton model name of the draft model's stage; empty without one."""
+    draft_model: str = ""
+    draft_ahead: bool = True
     scheduler: SchedulerSection = SchedulerSection()
     prefill: PrefillSection = PrefillSection()
     prefix_cache: PrefixCacheSection = PrefixCacheSection()

@@ -91,6 +91,38 @@ class KvSection(Section, frozen=True):
     ] = 16
 
 
+class DraftSection(Section, frozen=True):
+    """A small model that drafts for the served one, as a stage of its own with all its layers."""
+
+    path: Annotated[
+        str,
+        Meta(
+            description="Its weights, as model.path; with the same tokenizer. Empty: there is no draft model."
+        ),
+    ] = ""
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$", description="`cpu`, `cuda` or `cuda:N`.")] = (
+        "cpu"
+    )
+    weights: Annotated[WeightFormat, Meta(description="Weight format, as in [pipeline].")] = "f16"
+    threads: Annotated[
+        int, Meta(ge=0, le=1024, description="CPU threads for one frame; 0 takes all cores of the machine.")
+    ] = 0
+    kv_tokens: Annotated[
+        int,
+        Meta(
+            ge=16,
+            description="Tokens that its sessions together can hold; requests without room there decode without it.",
+        ),
+    ] = 32768
+    ahead: Annotated[
+        bool,
+        Meta(
+            description="Whether the next drafts are made while the last ones are verified, as if all were right. "
+            "Worth it where the draft model has a device of its own."
+        ),
+    ] = True
+
+
 class LimitsSection(Section, frozen=True):
     """What is refused, and when waiting ends."""
 

@@ -162,6 +162,14 @@ class SpeculationPlan(Section, frozen=True):
         if self.draft_model and not self.speculative_window:
             raise ValueError("speculative_window: got 0, expected at least 1 with draft_model")
 
+    def lacks(self, *, head: bool, draft_model: bool) -> str:
+        """What the plan needs and is not there, or ""; n-grams are always there."""
+        if self.native_mtp.enabled and not head:
+            return "a model with an MTP head (model.mtp_head in the deployment file)"
+        if self.draft_model and not draft_model:
+            return "a draft model ([draft] in the deployment file)"
+        return ""
+
     @property
     def most_tokens(self) -> int:
         """Most drafts of one window; 0 without proposers."""
@@ -173,10 +181,20 @@ class SpeculationPlan(Section, frozen=True):
 OFF = "off"
 """The plan without a proposer; always there."""
 
-_NGRAM_PLAN = SpeculationPlan(
-    ngram=NgramSection(kind="suffix", min_ngram=3, max_ngram=32, max_proposal_tokens=32),
-    verify_window=VerifyWindowSection(max_tokens=8, pipeline_depth=2),
-)
+_NGRAM = NgramSection(kind="suffix", min_ngram=3, max_ngram=32, max_proposal_tokens=32)
+_MTP = NativeMtpSection(enabled=True, max_draft_tokens=2)
+_BUILT_IN = {
+    "ngram": SpeculationPlan(ngram=_NGRAM, verify_window=VerifyWindowSection(max_tokens=8, pipeline_depth=2)),
+    "mtp": SpeculationPlan(native_mtp=_MTP),
+    "composite": SpeculationPlan(
+        native_mtp=_MTP,
+        ngram=_NGRAM,
+        extension=ExtensionSection(max_tokens=16),
+        verify_window=VerifyWindowSection(max_tokens=8),
+    ),
+    "draft": SpeculationPlan(draft_model=True),
+}
+"""Plans that need no description in the deployment file; one there with the same name stands for it."""
 
 
 class SpeculationSection(Section, frozen=True):
@@ -190,7 +208,10 @@ class SpeculationSection(Section, frozen=True):
     )
     plans: Annotated[
         dict[Annotated[str, Meta(pattern=PLAN_NAME)], SpeculationPlan],
-        Meta(description="Plans that requests may name; a table of tables. `ngram` is there anyway."),
+        Meta(
+            description="Plans that requests may name; a table of tables. `ngram`, `mtp`, `composite` and `draft` are "
+            "there anyway, where the model has a head and the deployment a draft model."
+        ),
     ] = {}  # noqa: RUF012 - msgspec copies it
 
     def __post_init__(self) -> None:
@@ -202,10 +223,14 @@ class SpeculationSection(Section, frozen=True):
     @property
     def names(self) -> tuple[str, ...]:
         """What a request may name."""
-        return (OFF, *sorted({"ngram", *self.plans}))
+        return (OFF, *sorted({*_BUILT_IN, *self.plans}))
+
+    def available(self, *, head: bool, draft_model: bool) -> tuple[str, ...]:
+        """Those that a deployment with an MTP head, or with a draft model, can carry out."""
+        return tuple(n for n in self.names if not self.plan(n).lacks(head=head, draft_model=draft_model))
 
     def plan(self, name: str) -> SpeculationPlan:
         """The plan of that name; ``off`` proposes nothing."""
         if name == OFF:
             return SpeculationPlan()
-        return self.plans.get(name, _NGRAM_PLAN)
+        return self.plans[name] if name in self.plans else _BUILT_IN[name]

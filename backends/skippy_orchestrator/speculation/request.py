@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -12,7 +13,20 @@ from skippy_orchestrator.deployment.speculation import SpeculationPlan, Speculat
 _LIMITS: Final = ("window", "depth")
 
 
-def choose_plan(section: SpeculationSection, wish: str) -> SpeculationPlan:
+@dataclass(frozen=True, slots=True)
+class Drafters:
+    """What a deployment can draft with beside n-grams."""
+
+    head: bool = False
+    """The model has an MTP head."""
+    model: bool = False
+    """There is a draft model."""
+
+
+NO_DRAFTERS: Final = Drafters()
+
+
+def choose_plan(section: SpeculationSection, wish: str, drafters: Drafters) -> SpeculationPlan:
     """The plan for ``NAME``, ``LIMIT=N,...`` or ``NAME,LIMIT=N,...``; an empty wish is the default plan.
 
     Limits only lower what the plan allows: ``window`` the tokens of a window, ``depth`` the windows in flight.
@@ -20,8 +34,13 @@ def choose_plan(section: SpeculationSection, wish: str) -> SpeculationPlan:
     """
     parts = [part.strip() for part in wish.split(",") if part.strip()]
     name = parts.pop(0) if parts and "=" not in parts[0] else section.default
-    if name not in section.names:
-        raise InvalidArgument("speculation", wish, f"one of {', '.join(section.names)}, or limits")
+    names = section.available(head=drafters.head, draft_model=drafters.model)
+    if name not in names:
+        expected = f"one of {', '.join(names)}, or limits"
+        if name in section.names:
+            lacks = section.plan(name).lacks(head=drafters.head, draft_model=drafters.model)
+            expected += f": `{name}` needs {lacks}"
+        raise InvalidArgument("speculation", wish, expected)
     plan = section.plan(name)
     for part in parts:
         key, _, value = part.partition("=")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
-from skippy_stage.errors import InvalidArgument
+from skippy_stage.errors import InvalidArgument, SkippyError
 from tokenizers import Tokenizer
 
 from skippy_orchestrator.text.chat import ChatTemplate, parse_messages
@@ -91,3 +92,17 @@ class TextModel:
         """Text of a whole generation; special tokens are left out."""
         detokenizer = Detokenizer(self.token_bytes)
         return "".join([detokenizer.push(token) for token in tokens]) + detokenizer.flush()
+
+
+def check_tokenizers(model: str, text: TextModel, draft_model: str, draft_text: TextModel) -> None:
+    """Raise SkippyError unless both models mean the same by the same token ids, saying where they differ first.
+
+    Tokens that only one of them has are no difference when nothing is written with them: padding of a vocabulary.
+    """
+    mine, theirs = text.token_bytes, draft_text.token_bytes
+    for token, (ours, other) in enumerate(zip_longest(mine, theirs, fillvalue=b"")):
+        if ours != other:
+            raise SkippyError(
+                f"draft.path: {draft_model} has another tokenizer than {model}: token {token} is {other!r} there "
+                f"and {ours!r} here"
+            )

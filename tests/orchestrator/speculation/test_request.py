@@ -11,7 +11,8 @@ from skippy_orchestrator.deployment.speculation import (
     NgramSection,
     VerifyWindowSection,
 )
-from skippy_orchestrator.speculation.request import choose_plan
+from skippy_orchestrator.speculation.request import NO_DRAFTERS, Drafters
+from skippy_orchestrator.speculation.request import choose_plan as choose_plan_of
 from skippy_stage.errors import InvalidArgument
 
 WIDE = SpeculationPlan(
@@ -21,6 +22,10 @@ WIDE = SpeculationPlan(
 )
 PLANS = SpeculationSection(plans={"wide": WIDE})
 WIDE_IS_DEFAULT = SpeculationSection(default="wide", plans={"wide": WIDE})
+
+
+def choose_plan(section: SpeculationSection, wish: str, drafters: Drafters = NO_DRAFTERS) -> SpeculationPlan:
+    return choose_plan_of(section, wish, drafters)
 
 
 def shape(plan: SpeculationPlan) -> tuple[int, int, int, int]:
@@ -36,13 +41,32 @@ def test_no_wish_is_the_default(wish: str) -> None:
 
 
 def test_names() -> None:
-    assert PLANS.names == ("off", "ngram", "wide")
+    assert PLANS.names == ("off", "composite", "draft", "mtp", "ngram", "wide")
     assert choose_plan(PLANS, "off") == SpeculationPlan()
     assert choose_plan(WIDE_IS_DEFAULT, "off").ngram is None
     assert choose_plan(PLANS, "wide") is WIDE
     ngram = choose_plan(PLANS, "ngram").ngram
     assert ngram is not None
     assert ngram.kind == "suffix"
+
+
+@pytest.mark.parametrize(
+    ("drafters", "there", "lacking"),
+    [
+        (NO_DRAFTERS, ["ngram"], {"mtp": "MTP head", "composite": "MTP head", "draft": "draft model"}),
+        (Drafters(head=True), ["ngram", "mtp", "composite"], {"draft": "draft model"}),
+        (Drafters(model=True), ["ngram", "draft"], {"mtp": "MTP head", "composite": "MTP head"}),
+        (Drafters(head=True, model=True), ["ngram", "mtp", "composite", "draft"], {}),
+    ],
+)
+def test_what_needs_a_drafter_is_there_where_the_drafter_is(
+    drafters: Drafters, there: list[str], lacking: dict[str, str]
+) -> None:
+    for name in there:
+        assert choose_plan(PLANS, name, drafters).most_tokens > 0
+    for name, lack in lacking.items():
+        with pytest.raises(InvalidArgument, match=rf"^speculation: .*`{name}` needs a .*{lack}"):
+            choose_plan(PLANS, name, drafters)
 
 
 def test_a_plan_of_the_deployment_may_replace_the_one_that_is_there_anyway() -> None:

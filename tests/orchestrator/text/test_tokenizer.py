@@ -9,7 +9,7 @@ import gguf
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from skippy_orchestrator.text.tokenizer import TextModel
+from skippy_orchestrator.text.tokenizer import TextModel, check_tokenizers
 from skippy_orchestrator.text.vocabulary import read_vocabulary
 from skippy_stage.errors import InvalidArgument, SkippyError, UnsupportedModel
 from skippy_stage.weights import locate
@@ -229,3 +229,20 @@ def test_gguf_tokenizers_that_are_not_computed_are_refused(tmp_path: Path, model
     named = pre if model == "gpt2" else model
     with pytest.raises(UnsupportedModel, match=named):
         TextModel.load(gguf_file(tmp_path / "a.gguf", model=model, pre=pre))
+
+
+def vocabulary(*tokens: bytes) -> TextModel:
+    return TextModel(list(tokens), frozenset(), Tokenizer(models.BPE()), None)
+
+
+def test_tokenizers_that_agree_up_to_padding() -> None:
+    check_tokenizers("big", vocabulary(b"a", b"bc", b"", b""), "small", vocabulary(b"a", b"bc"))
+    check_tokenizers("big", vocabulary(b"a", b"bc"), "small", vocabulary(b"a", b"bc", b""))
+
+
+@pytest.mark.parametrize("other", [(b"a", b"cb"), (b"a",), (b"a", b"bc", b"d")])
+def test_tokenizers_that_differ_are_refused_by_the_first_token(other: tuple[bytes, ...]) -> None:
+    with pytest.raises(
+        SkippyError, match=r"^draft\.path: small has another tokenizer than big: token [12] is "
+    ):
+        check_tokenizers("big", vocabulary(b"a", b"bc"), "small", vocabulary(*other))
