@@ -74,7 +74,7 @@ def test_text_is_the_reference_with_drafts(client: SkippyClient) -> None:
             golden.assert_agrees(case, result.token_ids, F32_TIE)
             right += result.total_accepted_draft_tokens
     assert right > 0
-    assert client.status().raw["speculation"]["by_source"]["model"]["tokens"] >= right
+    assert client.status().raw["speculation"]["by_source"]["draft-model"]["tokens"] >= right
 
 
 def test_many_sessions_draft_together(client: SkippyClient) -> None:

@@ -17,6 +17,7 @@ from skippy_stage.weights.config import ModelConfig
 EMBEDDING: Final = "model.embed_tokens.weight"
 FINAL_NORM: Final = "model.norm.weight"
 HEAD: Final = "lm_head.weight"
+MTP_PREFIX: Final = "model.mtp_layers."
 BYTES_PER_WEIGHT: Final = 2
 """Engines hold weights in 16 bits, whatever the file's format: balancing counts what they hold."""
 
@@ -46,6 +47,22 @@ def layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def mtp_tensors(config: ModelConfig, head: int = 0) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a multi-token prediction head's tensors, as MiMo publishes them.
+
+    The head is one layer of the model's own shape, norms around it, and ``input_proj``, which joins a hidden row
+    and a token's embedding (DeepSeek-V3, section 2.2).
+    """
+    hidden = (config.hidden_size,)
+    own: dict[str, tuple[int, ...]] = {
+        "token_layernorm.weight": hidden,
+        "hidden_layernorm.weight": hidden,
+        "input_proj.weight": (config.hidden_size, 2 * config.hidden_size),
+        "final_layernorm.weight": hidden,
+    }
+    return {f"{MTP_PREFIX}{head}.{suffix}": shape for suffix, shape in (own | layer_tensors(config)).items()}
+
+
 def model_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors of a model; the head is absent when it is tied to the embedding."""
     shapes: dict[str, tuple[int, ...]] = {
@@ -58,6 +75,8 @@ def model_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for index in range(config.n_layers):
         for suffix, shape in layer.items():
             shapes[f"model.layers.{index}.{suffix}"] = shape
+    for head in range(config.mtp_layers):
+        shapes |= mtp_tensors(config, head)
     return shapes
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from skippy_stage.errors import UnsupportedModel
 
-ARCHITECTURES: Final = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES: Final = ("llama", "mimo", "mistral", "qwen2", "qwen3")
 MAX_LAYERS: Final = 4096
 """Far above any model: a damaged count must not make a reader list billions of tensors."""
 _COUNTS: Final = (
@@ -57,6 +57,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     """How the weights are stored, e.g. ``f32``, ``bf16`` or ``Q4_1``: for people to read."""
+    mtp_layers: int = 0
+    """Multi-token prediction heads that the checkpoint holds (``num_nextn_predict_layers``); the first is used."""
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
@@ -68,6 +70,8 @@ class ModelConfig:
                 raise UnsupportedModel(f"{name} is {getattr(self, name)}, expected from 1 to {2**31 - 1}")
         if self.n_layers > MAX_LAYERS:
             raise UnsupportedModel(f"n_layers is {self.n_layers}, expected from 1 to {MAX_LAYERS}")
+        if not 0 <= self.mtp_layers <= MAX_LAYERS:
+            raise UnsupportedModel(f"mtp_layers is {self.mtp_layers}, expected from 0 to {MAX_LAYERS}")
         positive = {"rms_norm_eps": self.rms_norm_eps, "rope_theta": self.rope_theta}
         if self.rope_scaling is not None:
             positive |= {f"rope scaling's {key}": value for key, value in asdict(self.rope_scaling).items()}

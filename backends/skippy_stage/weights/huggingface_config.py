@@ -48,6 +48,7 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
             bos_token_id=_first_id(generation.get("bos_token_id", raw.get("bos_token_id"))),
             eos_token_ids=_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
             dtype=dtype,
+            mtp_layers=int(raw.get("num_nextn_predict_layers") or 0) if architecture == "mimo" else 0,
         )
     except KeyError as error:
         raise SkippyError(f"{folder}/config.json: {error.args[0]!r} is missing") from None
@@ -92,7 +93,7 @@ def _refuse(folder: Path, raw: Mapping[str, Any], architecture: str) -> None:
     window = raw.get("sliding_window", _DEFAULT_WINDOW.get(architecture))
     # Qwen configs carry a window that only counts when they say so; Mistral's counts unless it is null.
     # A window as long as the context hides nothing.
-    used = bool(raw.get("use_sliding_window")) if architecture in ("qwen2", "qwen3") else True
+    used = bool(raw.get("use_sliding_window")) if architecture in ("mimo", "qwen2", "qwen3") else True
     if used and window is not None and window < raw.get("max_position_embeddings", 0):
         raise unsupported(f"sliding_window {window}")
     if "sliding_attention" in (raw.get("layer_types") or ()) and used and window is not None:
