@@ -16,6 +16,7 @@ def stage_identity(settings: StageSettings, info: EngineInfo) -> str:
     """
     path = locate(settings.model)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files += [locate(settings.mtp_head)] if settings.mtp_head and info.is_last else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     parts = (
         *(str(path), stats, info.architecture, info.first_layer, info.last_layer, info.n_layers),

@@ -39,6 +39,13 @@ class StageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "a file inside an installed Python package. Relative paths start at $SKIPPY_MODELS.",
         ),
     ]
+    mtp_head: Annotated[
+        str,
+        Meta(
+            description="A .safetensors file with an MTP head for the model, found as the model is; used by the "
+            "last stage. Empty: that of the checkpoint, if it has one."
+        ),
+    ] = ""
     first_layer: Annotated[int, Meta(ge=0, description="First layer of the stage.")]
     last_layer: Annotated[int, Meta(ge=1, description="Layer after the last one of the stage.")]
     engine: Annotated[

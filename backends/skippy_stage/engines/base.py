@@ -13,6 +13,7 @@ Invariants, checked by one conformance suite for all engines:
 * ``close`` returns everything the sequence held; closing an unknown sequence is a no-op.
 * A sequence that starts with a restored prefix goes on as one that computed it.
 * A failed ``forward`` leaves every sequence's cached length at its ``past`` or unchanged.
+* ``draft`` changes no sequence's cached length, and nothing that ``forward`` gives.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class EngineInfo:
     kv_blocks: int
     """Blocks of the cache, shared by all sequences."""
     weight_bytes: int
+    mtp_layers: int = 0
+    """Layers of the multi-token prediction head that the engine drafts with; 0 without one."""
 
     @property
     def is_first(self) -> bool:
@@ -99,6 +102,25 @@ class BatchOutput:
     """``[rows, hidden_size]`` in the link dtype; None on the last stage."""
     logits: npt.NDArray[np.float32] | None = None
     """``[sum of logits, vocab_size]`` in batch order; None on all stages but the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Rows of the last ``forward`` that the head is to see, and what it is to draft behind the last of them.
+
+    The head's row at position i joins the model's hidden row there with token i + 1. Rows of a sequence are seen
+    in order from position 0, or from where a restored prefix ends, and again from where it was cut back to.
+    """
+
+    sequence: int
+    past: int
+    """Position of the first of the rows."""
+    start: int
+    """Where the rows begin in the last batch."""
+    next_tokens: Sequence[int]
+    """For each row the token that follows it."""
+    drafts: int = 0
+    """Tokens to draft, as far as the sequence has room; 0: the rows are only to be seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +262,14 @@ class StageEngine(Protocol):
 
         Raises SkippyError for a past beyond the cache, an unknown sequence, or an overflow on a
         16-bit link; the message names the sequence.
+        """
+        ...
+
+    def draft(self, rows: Sequence[DraftRows], *, threads: int | None = None) -> list[tuple[int, ...]]:
+        """Let the head see rows of the last ``forward`` and draft, for each sequence at most once.
+
+        Only where ``info.mtp_layers`` is not 0. Drafts are greedy. Gives for each item the tokens that continue
+        its text behind the last of ``next_tokens``.
         """
         ...
 

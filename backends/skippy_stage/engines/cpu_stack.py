@@ -57,7 +57,7 @@ class CpuStack:
         self._rotary = RotaryTable(config, settings.device)
         self._cos, self._sin = self._rotary.cos.numpy(), self._rotary.sin.numpy()
 
-    def run(self, x: torch.Tensor, batch: BatchRows) -> None:
+    def run(self, x: torch.Tensor, batch: BatchRows, layers: range) -> None:
         """See LayerStack."""
         if self._rotary.ensure(int(batch.positions.max()) + 1):
             self._cos, self._sin = self._rotary.cos.numpy(), self._rotary.sin.numpy()
@@ -68,7 +68,8 @@ class CpuStack:
         attended = torch.empty(batch.rows, self._heads * self._head_dim)
         normed_array, activated_array, attended_array = normed.numpy(), activated.numpy(), attended.numpy()
         delta: F32 | None = None
-        for index, layer in enumerate(self._layers):
+        for index in layers:
+            layer = self._layers[index]
             input_norm, q_norm, k_norm, mlp_norm = self._norms[index]
             keys, values = self._key_arrays[index], self._value_arrays[index]
             if delta is None:

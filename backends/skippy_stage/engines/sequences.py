@@ -104,9 +104,6 @@ class SequenceStore:
         self._make_room(sequences, states)
         size = self.pool.block_tokens
         copies: list[BlockCopy] = []
-        starts, start = [], 0
-        total = sum(item.rows for item in sequences)
-        positions, slots = np.empty(total, np.int64), np.empty(total, np.int64)
         for item, state in zip(sequences, states, strict=True):
             table = state.table
             copies += table.append(item.rows)
@@ -114,6 +111,32 @@ class SequenceStore:
             # but the line may belong to an earlier sequence of the slot or hold what was cut since.
             first = item.past // size
             self._tables[state.slot, first : len(table.blocks)] = table.blocks[first:]
+        return self._located(sequences, states, copies)
+
+    def locate(self, sequences: Sequence[SequenceRows]) -> BatchRows:
+        """Where rows lie that are cached already; raises SkippyError for others."""
+        states = [self._known(item.sequence) for item in sequences]
+        for item, state in zip(sequences, states, strict=True):
+            if not 0 <= item.past <= item.past + item.rows <= state.table.length:
+                raise SkippyError(
+                    f"sequence {item.sequence}: rows {item.past} to {item.past + item.rows}, has "
+                    f"{state.table.length}"
+                )
+        return self._located(sequences, states, [])
+
+    def room(self, sequence: int) -> int:
+        """Positions that the sequence may still grow by."""
+        state = self._known(sequence)
+        return state.max_tokens - state.table.length
+
+    def _located(
+        self, sequences: Sequence[SequenceRows], states: Sequence[_Open], copies: list[BlockCopy]
+    ) -> BatchRows:
+        size = self.pool.block_tokens
+        starts, start = [], 0
+        total = sum(item.rows for item in sequences)
+        positions, slots = np.empty(total, np.int64), np.empty(total, np.int64)
+        for item, state in zip(sequences, states, strict=True):
             positions[start : start + item.rows] = np.arange(item.past, item.past + item.rows)
             slots[start : start + item.rows] = state.slot
             starts.append(start)

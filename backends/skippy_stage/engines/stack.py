@@ -15,7 +15,7 @@ from skippy_stage.engines.link import Link
 from skippy_stage.engines.sequences import BatchRows
 from skippy_stage.kv_cache import BlockCopy
 from skippy_stage.settings import WeightFormat
-from skippy_stage.weights import Checkpoint, ModelConfig, rotary_frequencies
+from skippy_stage.weights import ModelConfig, rotary_frequencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class LayerWeights:
 class LayerStack(Protocol):
     """The layers of a stage with their KV cache."""
 
-    def run(self, x: torch.Tensor, batch: BatchRows) -> None:
-        """Run all layers on the residual stream in place, writing the KV cache.
+    def run(self, x: torch.Tensor, batch: BatchRows, layers: range) -> None:
+        """Run some of the stack's layers on the residual stream in place, writing the KV cache.
 
         ``x`` is ``[rows, hidden]`` float32 on the stack's device.
         """
@@ -75,18 +75,26 @@ class StackSettings:
     kv_dtype: torch.dtype
 
 
-def load_layer(checkpoint: Checkpoint, index: int, form: WeightFormat, device: torch.device) -> LayerWeights:
-    """Read one layer and bring its matrices into the format that the stage computes with."""
-    config = checkpoint.config
-    prefix = f"model.layers.{index}."
+class TensorSource(Protocol):
+    """Where weights are read from: a checkpoint, or the file of a head."""
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+        """A tensor by its name in the checkpoint's format."""
+        ...
+
+
+def load_layer(
+    source: TensorSource, prefix: str, config: ModelConfig, form: WeightFormat, device: torch.device
+) -> LayerWeights:
+    """Read the layer whose tensors' names begin with ``prefix``, in the format that the stage computes with."""
 
     def norm(name: str, present: bool = True) -> torch.Tensor:
-        values = checkpoint.tensor(f"{prefix}{name}.weight") if present else np.empty(0, np.float32)
+        values = source.tensor(f"{prefix}{name}.weight") if present else np.empty(0, np.float32)
         return torch.from_numpy(np.array(values, np.float32)).to(device)
 
     def linear(parts: Sequence[str], biased: bool) -> Linear:
         def joined(kind: str) -> npt.NDArray[np.float32]:
-            arrays = [checkpoint.tensor(f"{prefix}{part}.{kind}") for part in parts]
+            arrays = [source.tensor(f"{prefix}{part}.{kind}") for part in parts]
             return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
         name = f"{prefix}{'+'.join(parts)}.weight"

@@ -1,9 +1,10 @@
-"""The torch engine: Llama, Mistral, Qwen2 and Qwen3 on CPU and CUDA."""
+"""The torch engine: Llama, Mistral, Qwen2, Qwen3 and MiMo on CPU and CUDA."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from skippy_stage.engines.base import (
     Batch,
     BatchOutput,
+    DraftRows,
     EngineInfo,
     ExactState,
     KvUsage,
@@ -22,12 +24,13 @@ from skippy_stage.engines.base import (
 from skippy_stage.engines.kv_state import pack_kv, unpack_kv
 from skippy_stage.engines.linear import check_f16_range, make_linear
 from skippy_stage.engines.link import Link
+from skippy_stage.engines.mtp import MtpHead
 from skippy_stage.engines.sequences import BatchRows, SequenceStore
 from skippy_stage.engines.stack import LayerStack, StackSettings, load_layer
 from skippy_stage.errors import SkippyError
 from skippy_stage.settings import StageSettings, WeightFormat
-from skippy_stage.weights import locate, open_checkpoint
-from skippy_stage.weights.checkpoint import EMBEDDING, FINAL_NORM, HEAD
+from skippy_stage.weights import locate, open_checkpoint, open_mtp_head
+from skippy_stage.weights.checkpoint import EMBEDDING, FINAL_NORM, HEAD, MTP_PREFIX
 
 
 class TorchEngine:
@@ -53,10 +56,16 @@ class TorchEngine:
         form = settings.weights
         half = form == "f16" and device.type == "cuda"
         self._compute = torch.float16 if half else torch.float32
-        self._kv_shape = (last - first, config.n_kv_heads, config.head_dim)
         is_first, is_last = first == 0, last == config.n_layers
+        head_file = locate(settings.mtp_head) if settings.mtp_head else None
+        mtp = open_mtp_head(checkpoint, head_file) if is_last else None
+        self._layers = range(last - first)
+        self._kv_shape = (last - first + (mtp is not None), config.n_kv_heads, config.head_dim)
         with torch.inference_mode():
-            layers = [load_layer(checkpoint, index, form, device) for index in range(first, last)]
+            layers = [
+                load_layer(checkpoint, f"model.layers.{index}.", config, form, device)
+                for index in range(first, last)
+            ]
             self._embedding: npt.NDArray[np.generic] | None = None
             if is_first:
                 table = checkpoint.tensor(EMBEDDING)
@@ -67,6 +76,15 @@ class TorchEngine:
             if is_last:
                 self._head = make_linear(HEAD, checkpoint.tensor(HEAD), None, form, device)
                 self._final_norm = torch.from_numpy(np.array(checkpoint.tensor(FINAL_NORM))).to(device)
+            self._mtp: MtpHead | None = None
+            self._seen = torch.empty(0, config.hidden_size)
+            """Hidden rows of the last batch, for the head."""
+            if mtp is not None and self._head is not None:
+                layers.append(load_layer(mtp, f"{MTP_PREFIX}0.", config, form, device))
+                self._mtp = MtpHead(
+                    *(mtp, checkpoint, form, device, self._compute),
+                    *(self._sequences, self._embedding, self._head, len(layers) - 1),
+                )
             self._stack = _make_stack(
                 StackSettings(
                     config=config,
@@ -81,6 +99,7 @@ class TorchEngine:
         names = [name for index in range(first, last) for name in checkpoint.layer_names(index)]
         names += [FINAL_NORM, HEAD] * is_last
         held = sum(checkpoint.weights(name) * _bytes_per_weight(name, form) for name in names)
+        held += 0 if self._mtp is None else self._mtp.weight_bytes
         held += 0 if self._embedding is None else self._embedding.nbytes
         self._info = EngineInfo(
             engine=f"torch-{device.type}-{form}",
@@ -95,6 +114,7 @@ class TorchEngine:
             kv_block_tokens=settings.kv_block_tokens,
             kv_blocks=self._sequences.pool.total,
             weight_bytes=held,
+            mtp_layers=int(self._mtp is not None),
         )
         self._warm_up()
 
@@ -128,6 +148,14 @@ class TorchEngine:
                 for item in batch.sequences:
                     self._sequences.cut(item.sequence, item.past)
                 raise
+
+    def draft(self, rows: Sequence[DraftRows], *, threads: int | None = None) -> list[tuple[int, ...]]:
+        """See StageEngine."""
+        if self._mtp is None:
+            raise SkippyError("the model has no MTP head")
+        self._set_threads(threads or self._threads)
+        with torch.inference_mode():
+            return self._mtp.draft(self._stack, self._stack.normalise(self._seen, self._final_norm), rows)
 
     @property
     def prefix_blocks(self) -> PrefixBlocks:
@@ -174,7 +202,7 @@ class TorchEngine:
     def shutdown(self) -> None:
         """See StageEngine; the engine is of no use afterwards."""
         del self._stack
-        self._embedding = self._head = None
+        self._embedding = self._head = self._mtp = None
 
     def _input(self, batch: Batch) -> torch.Tensor:
         """The residual stream that enters, ``[rows, hidden]`` float32 on the device and ours to change."""
@@ -198,11 +226,13 @@ class TorchEngine:
 
     def _run(self, x: torch.Tensor, rows: BatchRows) -> BatchOutput:
         self._stack.copy_blocks(rows.copies)
-        self._stack.run(x, rows)
+        self._stack.run(x, rows, self._layers)
         if self._link.dtype == "f16":
             self._check_finite(x, rows)
         if self._head is None:
             return BatchOutput(hidden=self._link.encode(x))
+        if self._mtp is not None:
+            self._seen = x
         wanted = [
             row
             for item, start in zip(rows.sequences, rows.starts, strict=True)
@@ -237,6 +267,8 @@ class TorchEngine:
                 with torch.inference_mode():
                     hidden = self._link.encode(torch.zeros(count, self._info.hidden_size))
             self.forward(Batch([SequenceRows(0, 0, count, int(self._info.is_last))], tokens, hidden))
+            if self._mtp is not None:
+                self.draft([DraftRows(0, 0, 0, [0] * count, 1)])
         self.close(0)
 
     def _set_threads(self, threads: int) -> None:

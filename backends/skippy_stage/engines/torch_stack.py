@@ -32,14 +32,15 @@ class TorchStack:
         self._values = torch.zeros_like(self._keys)
         self._rotary = RotaryTable(config, settings.device)
 
-    def run(self, x: torch.Tensor, batch: BatchRows) -> None:
+    def run(self, x: torch.Tensor, batch: BatchRows, layers: range) -> None:
         """See LayerStack."""
         self._rotary.ensure(int(batch.positions.max()) + 1)
         positions = torch.from_numpy(batch.positions).to(self._device)
         places = torch.from_numpy(batch.blocks * self._size + batch.offsets).to(self._device)
         cos, sin = self._rotary.cos[positions, None], self._rotary.sin[positions, None]
         chunks, single = self._split(batch)
-        for index, layer in enumerate(self._layers):
+        for index in layers:
+            layer = self._layers[index]
             query, key, value = self._project(layer, x, cos, sin)
             keys, values = self._keys[index], self._values[index]
             keys[places], values[places] = key, value

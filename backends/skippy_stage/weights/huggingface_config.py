@@ -41,7 +41,7 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
             rope_theta=theta,
             rope_scaling=scaling,
             rope_factors=None,
-            qkv_bias=architecture == "qwen2" or biased,
+            qkv_bias=architecture in ("mimo", "qwen2") or biased,
             o_bias=architecture in ("llama", "qwen3") and biased,
             qk_norm=architecture == "qwen3",
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
