@@ -18,7 +18,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from skippy_stage.engines.base import Batch, BatchOutput, EngineInfo, KvUsage, SequenceRows, StateMismatch
+from skippy_stage.engines.base import (
+    Batch,
+    BatchOutput,
+    DraftRows,
+    EngineInfo,
+    KvUsage,
+    SequenceRows,
+    StateMismatch,
+)
 from skippy_stage.engines.sequences import SequenceStore
 from skippy_stage.errors import SkippyError
 from skippy_stage.protocol import SamplingParams
@@ -55,6 +63,7 @@ class _Scripted(ABC):
         blocks: int = 4096,
         block_tokens: int = 4,
         fault: Callable[[Batch], None] | None = None,
+        mtp: bool = False,
     ) -> None:
         self._info = EngineInfo(
             engine="scripted",
@@ -69,6 +78,7 @@ class _Scripted(ABC):
             kv_block_tokens=block_tokens,
             kv_blocks=blocks,
             weight_bytes=0,
+            mtp_layers=int(mtp and last == LAYERS),
         )
         self.fault = fault
         self.batches: list[Batch] = []
@@ -112,6 +122,9 @@ class _Scripted(ABC):
             columns.append(self._column(columns[-1] if columns else None, below))
         return columns
 
+    def draft(self, rows: Sequence[DraftRows], *, threads: int | None = None) -> list[tuple[int, ...]]:
+        raise SkippyError("the model has no MTP head")
+
     @abstractmethod
     def _prepare(self, rows: Sequence[SequenceRows]) -> None:
         """Make room for rows, or raise."""
@@ -134,6 +147,9 @@ class ScriptedEngine(_Scripted):
         self._store = SequenceStore(self._info.kv_blocks * size, size)
         self._memory: dict[int, list[Column]] = {}
         """Columns by block, up to the offset that was written last."""
+        self._seen: dict[int, dict[int, int]] = {}
+        """Of a head: the token that follows a position, by block and offset."""
+        self.draft_fault: Callable[[Sequence[DraftRows]], None] | None = None
 
     def open(self, sequence: int, max_tokens: int) -> None:
         self._store.open(sequence, max_tokens)
@@ -156,17 +172,56 @@ class ScriptedEngine(_Scripted):
         columns = self.columns(sequence)
         if not columns:
             raise SkippyError(f"sequence {sequence} is empty")
-        return json.dumps(columns).encode()
+        return json.dumps([columns, [self._next_token(sequence, i) for i in range(len(columns))]]).encode()
 
     def load(self, sequence: int, state: bytes, length: int) -> None:
         if self.cached(sequence):
             raise SkippyError(f"sequence {sequence} is not empty")
-        columns = json.loads(state)
+        columns, following = json.loads(state)
         if len(columns) != length:
             raise StateMismatch(f"{len(columns)} columns for {length} positions")
         self._prepare([SequenceRows(sequence, 0, length)])
         for position, column in enumerate(columns):
             self._keep(sequence, position, tuple(column))
+            self._see(sequence, position, following[position])
+
+    def draft(self, rows: Sequence[DraftRows], *, threads: int | None = None) -> list[tuple[int, ...]]:
+        """The true continuation, but for some drafts that are off by one; asserts what the head has seen."""
+        if not self._info.mtp_layers:
+            return super().draft(rows)
+        if self.draft_fault is not None:
+            self.draft_fault(rows)
+        drafts = []
+        for item in rows:
+            for i, token in enumerate(item.next_tokens):
+                self._see(item.sequence, item.past + i, token)
+            text = self._text_seen(item.sequence, item.past + len(item.next_tokens))
+            true = reference(text, item.drafts)
+            drafts.append(
+                tuple(token if (token + i) % 5 else (token + 1) % VOCAB for i, token in enumerate(true))
+            )
+        return drafts
+
+    def _text_seen(self, sequence: int, length: int) -> list[int]:
+        """The text that the head has seen: what followed each position, behind a first token that fits."""
+        following = [self._next_token(sequence, position) for position in range(length)]
+        assert None not in following, f"the head has not seen position {following.index(None)}"
+        tops = [column[-1] for column in self.columns(sequence)[:length]]
+        for first in range(VOCAB):
+            text = [first, *(token for token in following if token is not None)]
+            if states_of(text[:length]) == tops:
+                return text
+        raise AssertionError(f"the head was shown {following}, which is not what the model has computed")
+
+    def _see(self, sequence: int, position: int, token: int | None) -> None:
+        block, offset = divmod(position, self._store.block_tokens)
+        seen = self._seen.setdefault(self._store.blocks(sequence)[block], {})
+        if token is not None:
+            seen[offset] = token
+
+    def _next_token(self, sequence: int, position: int) -> int | None:
+        block, offset = divmod(position, self._store.block_tokens)
+        return self._seen.get(self._store.blocks(sequence)[block], {}).get(offset)
 
     def columns(self, sequence: int) -> list[Column]:
         """What a sequence holds, by position."""
@@ -180,6 +235,7 @@ class ScriptedEngine(_Scripted):
         copies = self._store.extend(rows).copies
         for copy in copies:
             self._memory[copy.target] = self._memory[copy.source][: copy.tokens]
+            self._seen[copy.target] = dict(self._seen.get(copy.source, {}))
 
     def _before(self, sequence: int, position: int) -> Column | None:
         return self._read(sequence, position - 1) if position else None
@@ -189,6 +245,7 @@ class ScriptedEngine(_Scripted):
         block = self._store.blocks(sequence)[position // size]
         # What lay behind the offset is lost: a block that somebody else needs must not be written to.
         self._memory[block] = [*self._memory.get(block, [])[: position % size], column]
+        self._seen.get(block, {}).pop(position % size, None)
 
     def _read(self, sequence: int, position: int) -> Column:
         size = self._store.block_tokens
@@ -275,6 +332,16 @@ class RecurrentEngine(_Scripted):
 
     def shutdown(self) -> None:
         self._states.clear()
+
+
+def states_of(tokens: Sequence[int]) -> list[int]:
+    """What the last layer holds at each position of a text."""
+    states, tops = list(range(LAYERS)), []
+    for below in tokens:
+        for layer in range(LAYERS):
+            below = states[layer] = _next(layer, states[layer], below)
+        tops.append(below)
+    return tops
 
 
 def create(settings: StageSettings) -> ScriptedEngine:

@@ -6,6 +6,7 @@ Invariants:
   batch, those that come after them apply behind it.
 * A step fails alone. ``forward`` names the past explicitly, so a batch that fails is run again sequence by
   sequence and only the culprit's step fails; later steps of the same session and epoch are skipped.
+* What the batch gave is shown to the MTP head of a last stage, which drafts behind the frame's result.
 * Proposals of a frame draft together: behind the batch come rounds of one row for each that wants more.
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skippy_stage import protocol
+from skippy_stage.drafting import HeadDrafts
 from skippy_stage.engines.base import Batch, Hidden, SequenceRows, StageEngine
 from skippy_stage.errors import ErrorCode, SkippyError
 from skippy_stage.frame_queue import QueuedFrame, Tokens, Urgent
@@ -54,6 +56,7 @@ class _Work:
     rows: SequenceRows
     start: int
     tokens: Tokens
+    lookahead: Tokens
     known: Hidden | None = None
     """Its rows' output where that needs no computing (spec 4.9)."""
     drafted: tuple[int, ...] = ()
@@ -76,7 +79,10 @@ class Executed:
 class FrameExecutor(Generic[R]):
     """Runs frames on an engine. Not thread-safe: the stage's worker owns it."""
 
-    def __init__(self, engine: StageEngine, sessions: SessionTable, activations: ActivationCache) -> None:
+    def __init__(
+        self, engine: StageEngine, sessions: SessionTable, activations: ActivationCache, head: HeadDrafts
+    ) -> None:
+        self._head = head
         self._engine = engine
         self._sessions = sessions
         self._activations = activations
@@ -86,6 +92,7 @@ class FrameExecutor(Generic[R]):
     def run(self, frame: QueuedFrame[R], urgent: Urgent, threads: int) -> Executed:
         """Execute a frame; never raises for a fault of a step."""
         self._problem = ""
+        self._head.begin_frame()
         statuses: list[StepStatus] = [_SKIPPED] * len(frame.header.steps)
         work: list[_Work] = []
         hidden: Hidden | None = None
@@ -112,15 +119,14 @@ class FrameExecutor(Generic[R]):
             if step.session in with_rows:
                 late.append((index, step))
             elif not isinstance(step, RowStep):
-                tokens = frame.tokens[tokens_start:token].tolist()
-                statuses[index] = self._control(step, tokens, urgent)
+                statuses[index] = self._control(step, frame.tokens[tokens_start:token].tolist(), urgent)
             else:
                 status = self._blocked(step, urgent)
                 if status is None:
                     with_rows.add(step.session)
                     share = SequenceRows(step.session, step.pos_start, rows)
-                    inputs = frame.tokens[tokens_start : tokens_start + rows]
-                    status = self._start(_Work(index, step, share, start, inputs), work)
+                    tokens = frame.tokens[tokens_start:token]
+                    status = self._start(_Work(index, step, share, start, tokens[:rows], tokens[rows:]), work)
                 statuses[index] = status
         return late
 
@@ -240,6 +246,7 @@ class FrameExecutor(Generic[R]):
         hidden = None
         if frame.hidden is not None:
             hidden = _joined([frame.hidden[w.start : w.start + w.rows.rows] for w in work], frame.hidden)
+        self._head.begin_batch()
         output = self._engine.forward(Batch([w.rows for w in work], tokens, hidden), threads=threads)
         start = logit = 0
         for item in work:
@@ -251,6 +258,7 @@ class FrameExecutor(Generic[R]):
                 sampling = self._session(item).sampling
                 predicted = sample_rows(output.logits[logit : logit + item.rows.logits], sampling, first)
                 logit += item.rows.logits
+            self._head.saw(item.step, start, item.tokens, item.lookahead, predicted)
             statuses[item.index] = StepOk(tokens=item.drafted + predicted) if predicted else _OK
             if output.hidden is not None:
                 parts[item.index] = output.hidden[start : start + item.rows.rows]

@@ -118,21 +118,23 @@ class Caller:
         finally:
             self._acknowledged.set()
 
-    def answer(self, tensors: list[Any]) -> None:
-        """The last response."""
+    def answer(self, tensors: list[Any], *, final: bool = True) -> None:
+        """A response; the last one, unless it is said that another follows."""
         self._acknowledged.wait()
-        _send(self._sender, tensors, final=True)
+        _send(self._sender, tensors, final=final)
 
     def refuse(self, message: str) -> None:
         """The last response of a frame that was not executed."""
         self.answer([_bytes_tensor(protocol.encode(protocol.Refusal(message=message)))])
 
 
-def _respond(caller: Caller, result: protocol.FrameResult, hidden: Hidden | None) -> None:
+def _respond(
+    caller: Caller, result: protocol.FrameResult | protocol.DraftResult, hidden: Hidden | None
+) -> None:
     tensors = [_bytes_tensor(protocol.encode(result))]
     if hidden is not None:
         tensors.append(pb_utils.Tensor(protocol.TENSOR_HIDDEN, np.ascontiguousarray(hidden)))
-    caller.answer(tensors)
+    caller.answer(tensors, final=isinstance(result, protocol.DraftResult) or not result.drafts_follow)
 
 
 def _bytes_tensor(data: bytes) -> Any:

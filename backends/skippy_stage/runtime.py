@@ -25,13 +25,14 @@ import numpy as np
 import psutil
 
 from skippy_stage import protocol
+from skippy_stage.drafting import HeadDrafts
 from skippy_stage.engines.base import Hidden, StageEngine
 from skippy_stage.errors import ProtocolError
 from skippy_stage.execution import FrameExecutor
 from skippy_stage.frame_queue import FrameQueue, QueuedFrame, Tokens, Urgent
 from skippy_stage.prefix.activations import ActivationCache
 from skippy_stage.prefix.store import NoPrefixes, PrefixStore
-from skippy_stage.protocol import FrameHeader, FrameResult, PrefixStatus, StageStatus
+from skippy_stage.protocol import DraftResult, FrameHeader, FrameResult, PrefixStatus, StageStatus
 from skippy_stage.sessions import SessionTable
 
 R = TypeVar("R", bound=Hashable)
@@ -78,7 +79,10 @@ class StageRuntime(Generic[R]):
         self._activations = activations or ActivationCache(0)
         self._identity = identity
         self._sessions = SessionTable(engine, self._prefixes)
-        self._executor: FrameExecutor[R] = FrameExecutor(engine, self._sessions, self._activations)
+        self._head = HeadDrafts(engine, self._sessions)
+        self._executor: FrameExecutor[R] = FrameExecutor(
+            engine, self._sessions, self._activations, self._head
+        )
         self._counters = StageCounters(prefix=self._prefix_status())
         self._working = threading.Lock()
 
@@ -134,9 +138,8 @@ class StageRuntime(Generic[R]):
         """
         started = self._clock()
         header = frame.header
-        threads = self._threads or max(1, self._cores // max(1, header.busy_stages))
         with self._working:
-            done = self._executor.run(frame, self._apply_urgent(), threads)
+            done = self._executor.run(frame, self._apply_urgent(), self._threads_of(header))
             self._count(done.problem)
         self._queue.done(header)
         compute_us = round((self._clock() - started) * 1e6)
@@ -150,8 +153,23 @@ class StageRuntime(Generic[R]):
             queue_us=round((started - frame.accepted_at) * 1e6),
             compute_us=compute_us,
             rows=done.rows,
+            drafts_follow=self._head.follow,
         )
         return result, done.hidden
+
+    def draft(self, frame: QueuedFrame[R]) -> DraftResult | None:
+        """Behind ``execute``, once its result is on its way: what follows it, or None. Never raises for a fault."""
+        header, follows = frame.header, self._head.follow
+        with self._working:
+            drafts = self._head.draft(self._threads_of(header))
+        return (
+            DraftResult(incarnation=header.incarnation, frame=header.frame, drafts=drafts)
+            if follows
+            else None
+        )
+
+    def _threads_of(self, header: FrameHeader) -> int:
+        return self._threads or max(1, self._cores // max(1, header.busy_stages))
 
     def _apply_urgent(self) -> Urgent:
         """Free what ended and forget an old incarnation, before any queued work."""
@@ -199,6 +217,7 @@ class StageRuntime(Generic[R]):
             kv_blocks=info.kv_blocks,
             kv_blocks_used=self._counters.kv_blocks_used,
             prefix=self._counters.prefix,
+            head=self._head.status(),
             identity=self._identity,
             sessions=self._counters.sessions,
             pending=len(self._queue) + self._working.locked(),

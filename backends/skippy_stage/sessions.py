@@ -49,6 +49,10 @@ class StageSession:
     tokens: list[int] = field(default_factory=list)
     failed_epoch: int = -1
     """Highest epoch that had a failure: its later steps are skipped."""
+    drafts: int = 0
+    """Tokens that the MTP head drafts behind each prediction."""
+    head: int = 0
+    """Positions that the head has seen, all from 0 on."""
     probed: Sequence[int] = ()
     """Tokens of a probe whose lease is neither used nor given up yet."""
 
@@ -111,6 +115,7 @@ class SessionTable:
                 f"{end - 1}, the session has room for {session.max_tokens}"
             )
         del session.tokens[position:]
+        session.head = min(session.head, position)
         if session.probed:  # its rows start without a restore: the lease was a miss
             session.probed = ()
             self._prefixes.release(step.session)
@@ -126,6 +131,7 @@ class SessionTable:
         if found == len(tokens):
             self._prefixes.restore(session, found)
             state.tokens = list(tokens)
+            state.head = found
         else:
             self._prefixes.release(session)
         return found
@@ -134,7 +140,10 @@ class SessionTable:
         if step.session in self._sessions:
             raise SkippyError(f"session {step.session} is open already")
         self._engine.open(step.session, step.max_tokens)
-        self._sessions[step.session] = StageSession(step.max_tokens, step.sampling, step.namespace)
+        drafts = step.drafts if self._engine.info.mtp_layers else 0
+        self._sessions[step.session] = StageSession(
+            step.max_tokens, step.sampling, step.namespace, drafts=drafts
+        )
 
     def _probe(self, step: ProbeStep, tokens: Sequence[int]) -> Restorable:
         session = self._sessions[step.session]
@@ -152,6 +161,7 @@ class SessionTable:
             )
         self._prefixes.restore(step.session, step.length)
         session.tokens = list(session.probed[: step.length])
+        session.head = step.length
         session.probed = ()
 
     def _record(self, step: RecordStep) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from skippy_stage.engines.base import Hidden
-from skippy_stage.protocol import FrameResult
+from skippy_stage.protocol import DraftResult, FrameResult
 from skippy_stage.runtime import StageRuntime
 
 R = TypeVar("R", bound=Hashable)
 Load = Callable[[], StageRuntime[R]]
-Respond = Callable[[R, FrameResult, Hidden | None], None]
+Respond = Callable[[R, FrameResult | DraftResult, Hidden | None], None]
+"""With a result, and once more with its drafts where it says that they follow."""
 
 log = logging.getLogger(__name__)
 
@@ -70,12 +71,18 @@ class StageWorker(Generic[R]):
                 continue
             try:
                 result, hidden = runtime.execute(frame)
+                self._answer(frame.reply, result, hidden)
+                drafts = runtime.draft(frame)
             except Exception:
                 # Faults of steps don't get here: this is a bug, and what the runtime holds can't be trusted.
                 log.exception("the stage's worker failed")
                 self._on_crash()
                 return
-            try:
-                self._respond(frame.reply, result, hidden)
-            except Exception:
-                log.exception("frame %d was executed but not answered", result.frame)
+            if drafts is not None:
+                self._answer(frame.reply, drafts, None)
+
+    def _answer(self, reply: R, result: FrameResult | DraftResult, hidden: Hidden | None) -> None:
+        try:
+            self._respond(reply, result, hidden)
+        except Exception:
+            log.exception("frame %d was executed but not answered", result.frame)

@@ -13,7 +13,7 @@ from skippy_orchestrator.pipeline.local import LocalTransport
 from skippy_stage.engines.base import Batch
 from skippy_stage.errors import StageFault
 from skippy_stage.prefix.factory import make_prefix_store
-from skippy_stage.protocol import FrameHeader, FrameResult, StageStatus
+from skippy_stage.protocol import DraftResult, FrameHeader, FrameResult, StageStatus
 from skippy_stage.runtime import StageRuntime
 
 from tests.scripted import ScriptedEngine
@@ -33,6 +33,12 @@ class _Answer:
         if self._stage.garbled:
             result = msgspec.structs.replace(result, statuses=())
         return result, hidden
+
+    def drafts(self) -> DraftResult:
+        drafts = self._pending.drafts()
+        if self._stage.gone:
+            self._stage.released.wait()
+        return drafts
 
 
 class FaultyStage:

@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 from skippy_stage import protocol
 from skippy_stage.engines.base import Hidden
 from skippy_stage.errors import ProtocolError, StageFault
-from skippy_stage.protocol import FrameHeader, FrameResult, Refusal, StageStatus, StatusRequest
+from skippy_stage.protocol import DraftResult, FrameHeader, FrameResult, Refusal, StageStatus, StatusRequest
 
 from skippy_orchestrator.pipeline.call_gate import CallGate
 from skippy_orchestrator.pipeline.finished_calls import FINISHED
@@ -37,10 +37,25 @@ class BlsPending:
 
     def wait(self) -> tuple[FrameResult, Hidden | None]:
         """Block until the frame's result is there, as copies: shared memory is given back at once."""
-        reply, hidden = _first_result(self._stage, self._responses)
-        if not isinstance(reply, FrameResult):
-            raise ProtocolError(f"{self._stage}: answered a frame with {type(reply).__name__}")
+        follows = False
+        try:
+            reply, hidden = _result_in(self._stage, self._responses)
+            if not isinstance(reply, FrameResult):
+                raise ProtocolError(f"{self._stage}: answered a frame with {type(reply).__name__}")
+            follows = reply.drafts_follow
+        finally:
+            if not follows:
+                _take_to_its_end(self._responses)
         return reply, hidden
+
+    def drafts(self) -> DraftResult:
+        """Block until the drafts behind the result are there."""
+        reply, _ = _only_result(self._stage, self._responses)
+        if not isinstance(reply, DraftResult):
+            raise ProtocolError(
+                f"{self._stage}: followed a result by {type(reply).__name__}, expected drafts"
+            )
+        return reply
 
 
 class BlsTransport:
@@ -73,7 +88,7 @@ class BlsTransport:
     def status(self, *, check_integrity: bool = False) -> StageStatus:
         """Ask the stage model for its status."""
         request = StatusRequest(check_integrity=check_integrity)
-        reply, _ = _first_result(self.name, self._exec([_header_tensor(request)], [protocol.TENSOR_RESULT]))
+        reply, _ = _only_result(self.name, self._exec([_header_tensor(request)], [protocol.TENSOR_RESULT]))
         if not isinstance(reply, StageStatus):
             raise ProtocolError(f"{self.name}: answered a status request with {type(reply).__name__}")
         if self._process is None or self._process.pid != reply.pid:
@@ -107,14 +122,18 @@ def _header_tensor(message: protocol.Request) -> Any:
     return pb_utils.Tensor(protocol.TENSOR_HEADER, np.frombuffer(protocol.encode(message), np.uint8))
 
 
-def _first_result(stage: str, responses: Iterator[Any]) -> tuple[protocol.Reply, Hidden | None]:
-    """The first response with a result; the empty ones around it are the acknowledgement and FINAL."""
+def _only_result(stage: str, responses: Iterator[Any]) -> tuple[protocol.Reply, Hidden | None]:
+    """The last response with a result; the empty ones around it are the acknowledgement and FINAL."""
     try:
         return _result_in(stage, responses)
     finally:
-        while next(responses, None) is not None:
-            pass
-        FINISHED.keep(responses)
+        _take_to_its_end(responses)
+
+
+def _take_to_its_end(responses: Iterator[Any]) -> None:
+    while next(responses, None) is not None:
+        pass
+    FINISHED.keep(responses)
 
 
 def _result_in(stage: str, responses: Iterator[Any]) -> tuple[protocol.Reply, Hidden | None]:

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 from skippy_stage.engines.base import Hidden
-from skippy_stage.protocol import FrameHeader, FrameResult, StageStatus
+from skippy_stage.protocol import DraftResult, FrameHeader, FrameResult, StageStatus
 
 from skippy_orchestrator.pipeline.flight import Flight
 
@@ -33,6 +33,10 @@ class Pending(Protocol):
 
     def wait(self) -> tuple[FrameResult, Hidden | None]:
         """Block until the frame's result is there; raises SkippyError when it never will be."""
+        ...
+
+    def drafts(self) -> DraftResult:
+        """Behind a result that says so: block until its drafts are there, or raise as ``wait``."""
         ...
 
 
@@ -63,6 +67,7 @@ class Transport(Protocol):
 
 OnResult = Callable[[Flight, FrameResult, Hidden | None, float], None]
 """The last argument is the seconds from sending the frame to having its result."""
+OnDrafts = Callable[[DraftResult], None]
 OnFailure = Callable[[str, str], None]
 MakeHeader = Callable[[Flight], FrameHeader]
 
@@ -76,6 +81,7 @@ class Link:
         depth: int,
         make_header: MakeHeader,
         on_result: OnResult,
+        on_drafts: OnDrafts,
         on_failure: OnFailure,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,12 +89,14 @@ class Link:
         self._transport = transport
         self._make_header = make_header
         self._on_result = on_result
+        self._on_drafts = on_drafts
         self._on_failure = on_failure
         self._clock = clock
         self._places = threading.Semaphore(depth)
         self._to_send: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._to_read: queue.SimpleQueue[tuple[Flight, Pending] | None] = queue.SimpleQueue()
         self._sent_at: deque[float] = deque()
+        self._drafting_since: float | None = None
         self._stopped = threading.Event()
         self._failing = threading.Lock()
         self._threads = [
@@ -106,7 +114,10 @@ class Link:
         self._to_send.put(flight)
 
     def overdue(self, now: float, limit_s: float) -> bool:
-        """Whether the oldest outstanding frame has been with the stage for longer than ``limit_s``."""
+        """Whether the oldest outstanding frame, or its drafts, have kept the stage for longer than ``limit_s``."""
+        drafting_since = self._drafting_since
+        if drafting_since is not None and now - drafting_since > limit_s:
+            return True
         try:
             return now - self._sent_at[0] > limit_s
         except IndexError:
@@ -158,5 +169,11 @@ class Link:
                     call_s = self._clock() - self._sent_at.popleft()
                     self._places.release()
                     self._on_result(flight, result, hidden, call_s)
+                if result.drafts_follow:
+                    self._drafting_since = self._clock()
+                    drafts = pending.drafts()
+                    self._drafting_since = None
+                    if not self._stopped.is_set():
+                        self._on_drafts(drafts)
             except Exception as error:
                 self._fail(error)

@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import queue
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from skippy_stage.engines.base import Hidden
-from skippy_stage.errors import SkippyError
-from skippy_stage.protocol import FrameHeader, FrameResult, StageStatus, decode_request, encode
+from skippy_stage.errors import ProtocolError, SkippyError
+from skippy_stage.protocol import DraftResult, FrameHeader, FrameResult, StageStatus, decode_request, encode
 from skippy_stage.runtime import StageRuntime
 from skippy_stage.worker import StageWorker
+
+_Answer: TypeAlias = tuple[FrameResult | DraftResult, Hidden | None] | SkippyError
 
 
 class LocalPending:
     """A frame that a stage in this process has queued."""
 
     def __init__(self) -> None:
-        self._results: queue.SimpleQueue[tuple[FrameResult, Hidden | None] | SkippyError] = (
-            queue.SimpleQueue()
-        )
+        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
 
-    def put(self, result: tuple[FrameResult, Hidden | None] | SkippyError) -> None:
+    def put(self, answer: _Answer) -> None:
         """The stage answers."""
-        self._results.put(result)
+        self._answers.put(answer)
 
     def wait(self) -> tuple[FrameResult, Hidden | None]:
         """Block until the stage has answered."""
-        result = self._results.get()
-        if isinstance(result, SkippyError):
-            raise result
+        result, hidden = self._next()
+        if not isinstance(result, FrameResult):
+            raise ProtocolError(f"answered a frame with {type(result).__name__}")
+        return result, hidden
+
+    def drafts(self) -> DraftResult:
+        """Block until the drafts behind the result are there."""
+        result, _ = self._next()
+        if not isinstance(result, DraftResult):
+            raise ProtocolError(f"followed a result by {type(result).__name__}, expected drafts")
         return result
+
+    def _next(self) -> tuple[FrameResult | DraftResult, Hidden | None]:
+        answer = self._answers.get()
+        if isinstance(answer, SkippyError):
+            raise answer
+        return answer
 
 
 class LocalTransport:
@@ -72,9 +86,14 @@ class LocalTransport:
         for pending in list(self._outstanding):
             self._end(pending, SkippyError("the stage has stopped"))
 
-    def _respond(self, pending: LocalPending, result: FrameResult, hidden: Hidden | None) -> None:
-        self._end(pending, (result, hidden))
+    def _respond(
+        self, pending: LocalPending, result: FrameResult | DraftResult, hidden: Hidden | None
+    ) -> None:
+        if isinstance(result, FrameResult) and result.drafts_follow:
+            pending.put((result, hidden))
+        else:
+            self._end(pending, (result, hidden))
 
-    def _end(self, pending: LocalPending, result: tuple[FrameResult, Hidden | None] | SkippyError) -> None:
+    def _end(self, pending: LocalPending, answer: _Answer) -> None:
         self._outstanding.discard(pending)
-        pending.put(result)
+        pending.put(answer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from skippy_stage.engines.base import Hidden
-from skippy_stage.protocol import FrameHeader, FrameResult, StepStatus
+from skippy_stage.protocol import Draft, DraftResult, FrameHeader, FrameResult, StepStatus
 
 from skippy_orchestrator.frames import Frame, StageReport
 from skippy_orchestrator.pipeline.flight import Flight
@@ -34,6 +34,17 @@ class FrameDone:
     number: int
     statuses: Sequence[StepStatus]
     report: StageReport
+    drafts_follow: bool = False
+    """FrameDrafted comes for it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameDrafted:
+    """The drafts of the last stage's MTP head behind a frame that is done."""
+
+    incarnation: int
+    number: int
+    drafts: Sequence[Draft]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +56,7 @@ class PipelineFailed:
     message: str
 
 
-PipelineEvent: TypeAlias = FrameLeftStage | FrameDone | PipelineFailed
+PipelineEvent: TypeAlias = FrameLeftStage | FrameDone | FrameDrafted | PipelineFailed
 
 
 class Pipeline:
@@ -70,7 +81,10 @@ class Pipeline:
         self._lock = threading.Lock()
         self._over = False
         self._links = [
-            Link(transport, frames_per_link, self._header, self._on_result, self._on_failure, clock)
+            Link(
+                *(transport, frames_per_link, self._header, self._on_result),
+                *(self._on_drafts, self._on_failure, clock),
+            )
             for transport in transports
         ]
         for link in self._links:
@@ -118,10 +132,13 @@ class Pipeline:
         if flight.done:
             with self._lock:
                 self._in_flight -= 1
-            self._tell(FrameDone(self.incarnation, number, flight.statuses, report))
+            self._tell(FrameDone(self.incarnation, number, flight.statuses, report, result.drafts_follow))
         else:
             self._tell(FrameLeftStage(self.incarnation, number, stage, report))
             self._links[flight.stage].submit(flight)
+
+    def _on_drafts(self, result: DraftResult) -> None:
+        self._tell(FrameDrafted(self.incarnation, result.frame, result.drafts))
 
     def _on_failure(self, stage: str, message: str) -> None:
         self._tell(PipelineFailed(self.incarnation, stage, message))

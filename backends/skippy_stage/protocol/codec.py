@@ -98,6 +98,8 @@ def _check_step(step: Step) -> None:
             raise ProtocolError(f"propose of {step.drafts} drafts, 1 to {MAX_DRAFTS}")
         case PrefillStep() if step.lookahead < 0:
             raise ProtocolError(f"step with {step.lookahead} look-ahead tokens")
+        case OpenStep() if not 0 <= step.drafts <= MAX_DRAFTS:
+            raise ProtocolError(f"open with {step.drafts} drafts, 0 to {MAX_DRAFTS}")
         case OpenStep() if step.max_tokens < 1:
             raise ProtocolError(f"open with room for {step.max_tokens} tokens")
         case TrimStep() if step.length < 0:

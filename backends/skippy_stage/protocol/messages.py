@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 from skippy_stage.errors import ErrorCode
 from skippy_stage.protocol.steps import Message, Step
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 TENSOR_HEADER: Final = "header"
 TENSOR_TOKENS: Final = "tokens"
@@ -18,7 +18,7 @@ MAX_FRAME_ROWS: Final = 1 << 20
 """Rows in one frame (spec 2.2: sideband values)."""
 MAX_STEPS: Final = 1 << 16
 MAX_DRAFTS: Final = 64
-"""Drafts of one proposal."""
+"""Drafts of one proposal, of a draft model or a head."""
 MAX_HIDDEN_BYTES: Final = 512 << 20
 """Bytes of one hidden tensor (spec 2.2: activation payload)."""
 MAX_HEADER_BYTES: Final = 8 << 20
@@ -114,6 +114,38 @@ class FrameResult(Message, tag="result", frozen=True, kw_only=True):
     compute_us: int = 0
     rows: int = 0
     """Rows that were executed."""
+    drafts_follow: bool = False
+    """A ``DraftResult`` comes as a second response, so that predictions need not wait for it."""
+
+
+class Draft(Message, frozen=True, kw_only=True):
+    """What the MTP head expects of a session: ``tokens`` from ``position`` on, empty for nothing."""
+
+    session: int
+    epoch: int
+    pos_start: int
+    """That of the step whose predictions the draft continues; with the epoch it names the step."""
+    position: int
+    tokens: tuple[int, ...] = ()
+
+
+class DraftResult(Message, tag="drafts", frozen=True, kw_only=True):
+    """The drafts behind a frame's predictions: one for each session that wants them and had a step that is ok."""
+
+    incarnation: int
+    frame: int
+    drafts: tuple[Draft, ...] = ()
+
+
+class HeadStatus(Message, frozen=True, kw_only=True):
+    """A stage's MTP head: what it has, and totals since the stage started."""
+
+    layers: int = 0
+    """0 without one."""
+    drafts: int = 0
+    failures: int = 0
+    """Frames whose drafts failed; their predictions stand."""
+    busy_us: int = 0
 
 
 class PrefixStatus(Message, frozen=True, kw_only=True):
@@ -161,6 +193,7 @@ class StageStatus(Message, tag="stage", frozen=True, kw_only=True):
     kv_blocks_used: int = 0
     """Blocks that sessions hold; those of the prefix store alone are not in it."""
     prefix: PrefixStatus = PrefixStatus()
+    head: HeadStatus = HeadStatus()
     identity: str = ""
     """Names what the stage computes: equal identities give equal KV (spec 4.2)."""
     sessions: int = 0
@@ -190,4 +223,4 @@ class Refusal(Message, tag="refusal", frozen=True, kw_only=True):
     message: str
 
 
-Reply: TypeAlias = FrameResult | StageStatus | Refusal
+Reply: TypeAlias = FrameResult | DraftResult | StageStatus | Refusal

@@ -39,13 +39,15 @@ class OpenStep(Message, tag="open", frozen=True, kw_only=True):
     """Make a session. Comes before anything else of it on every stage.
 
     ``max_tokens`` is the most positions the session will ever hold, uncommitted ones included.
-    ``namespace`` separates prefixes that must not be shared (spec 4.2).
+    ``namespace`` separates prefixes that must not be shared (spec 4.2). ``drafts`` is how many tokens the last
+    stage's MTP head drafts behind each of the session's predictions; 0: none, and the head sees nothing of it.
     """
 
     session: int
     max_tokens: int
     sampling: SamplingParams = SamplingParams()
     namespace: str = ""
+    drafts: int = 0
 
 
 class ProbeStep(Message, tag="probe", frozen=True, kw_only=True):

@@ -12,6 +12,8 @@ from skippy_orchestrator.frames import Frame
 from skippy_stage.errors import SkippyError
 from skippy_stage.protocol import (
     DecodeStep,
+    Draft,
+    DraftResult,
     FrameHeader,
     FrameResult,
     StageStatus,
@@ -63,9 +65,10 @@ class ManualPending:
         self.hidden = hidden
         self.waited_for = False
         self._answer: queue.SimpleQueue[tuple[FrameResult, Any] | Exception] = queue.SimpleQueue()
+        self._drafts: queue.SimpleQueue[DraftResult | Exception] = queue.SimpleQueue()
 
     def answer(
-        self, hidden: Any = None, statuses: tuple[StepStatus, ...] | None = None, **figures: int
+        self, hidden: Any = None, statuses: tuple[StepStatus, ...] | None = None, **figures: Any
     ) -> None:
         """Every step is ok, unless said otherwise; ``figures`` are what the stage says of its work."""
         header = self.header
@@ -75,6 +78,20 @@ class ManualPending:
 
     def fail(self, error: Exception) -> None:
         self._answer.put(error)
+
+    def follow(self, *drafts: Draft) -> None:
+        """The drafts behind an answer that said ``drafts_follow``."""
+        header = self.header
+        self._drafts.put(DraftResult(incarnation=header.incarnation, frame=header.frame, drafts=drafts))
+
+    def fail_to_follow(self, error: Exception) -> None:
+        self._drafts.put(error)
+
+    def drafts(self) -> DraftResult:
+        drafts = self._drafts.get()
+        if isinstance(drafts, Exception):
+            raise drafts
+        return drafts
 
     def wait(self) -> tuple[FrameResult, Any]:
         answer = self._answer.get()

@@ -10,7 +10,7 @@ from skippy_orchestrator.pipeline.flight import Flight
 from skippy_orchestrator.pipeline.link import Link
 from skippy_stage.engines.base import Hidden
 from skippy_stage.errors import SkippyError, StageFault
-from skippy_stage.protocol import FrameHeader, FrameResult
+from skippy_stage.protocol import Draft, DraftResult, FrameHeader, FrameResult
 
 from tests.orchestrator.pipeline.manual import GENEROUS_S, ManualTransport, a_frame, wait_until
 
@@ -22,6 +22,7 @@ class Rig:
         self.now = 0.0
         self.transport = ManualTransport("stage_0")
         self.results: list[int] = []
+        self.drafts: list[DraftResult] = []
         self.call_times: list[float] = []
         self.failures: list[tuple[str, str]] = []
         self.failed = threading.Event()
@@ -30,6 +31,7 @@ class Rig:
             depth,
             lambda flight: flight.header(1, 1),
             self.on_result,
+            self.drafts.append,
             self.on_failure,
             clock=lambda: self.now,
         )
@@ -223,3 +225,38 @@ def test_the_time_of_a_call_includes_its_acknowledgement(rig: Rig) -> None:
     pending.answer()
     wait_until(lambda: rig.results == [1])
     assert rig.call_times == [2.5]
+
+
+def test_drafts_come_behind_their_result_and_hold_no_place() -> None:
+    rig = Rig(depth=1)
+    rig.submit(1, 2)
+    first = rig.transport.next()
+    first.answer(drafts_follow=True)
+    second = rig.transport.next()
+    wait_until(lambda: rig.results == [1])
+    second.answer()
+    assert rig.drafts == []
+    first.follow(Draft(session=1, epoch=0, pos_start=4, position=6, tokens=(7,)))
+    wait_until(lambda: rig.results == [1, 2])
+    assert [drafts.frame for drafts in rig.drafts] == [1]
+    assert rig.close()
+
+
+def test_drafts_that_do_not_come_are_overdue(rig: Rig) -> None:
+    rig.submit(1)
+    pending = rig.transport.next()
+    pending.answer(drafts_follow=True)
+    wait_until(lambda: rig.results == [1])
+    wait_until(lambda: rig.link.overdue(11.0, 10.0))
+    assert not rig.link.overdue(9.0, 10.0)
+    pending.follow()
+    wait_until(lambda: not rig.link.overdue(11.0, 10.0))
+
+
+def test_a_stage_that_is_lost_while_it_drafts_is_a_failure(rig: Rig) -> None:
+    rig.submit(1)
+    pending = rig.transport.next()
+    pending.answer(drafts_follow=True)
+    pending.fail_to_follow(StageFault("stage_0", "its process has ended"))
+    assert rig.failed.wait(GENEROUS_S)
+    assert rig.failures == [("stage_0", "its process has ended")]
