@@ -37,6 +37,8 @@ PRIME = 65521
 HIDDEN = 4
 VOCAB = 251
 LAYERS = 6
+ANY = -1
+"""A token that the scripted head need not have been right about."""
 
 
 def _next(layer: int, before: int, below: int) -> int:
@@ -149,6 +151,8 @@ class ScriptedEngine(_Scripted):
         """Columns by block, up to the offset that was written last."""
         self._seen: dict[int, dict[int, int]] = {}
         """Of a head: the token that follows a position, by block and offset."""
+        self._started: set[int] = set()
+        """Sequences that have had rows."""
         self.draft_fault: Callable[[Sequence[DraftRows]], None] | None = None
 
     def open(self, sequence: int, max_tokens: int) -> None:
@@ -156,6 +160,7 @@ class ScriptedEngine(_Scripted):
 
     def close(self, sequence: int) -> None:
         self._store.close(sequence)
+        self._started.discard(sequence)
 
     def cached(self, sequence: int) -> int:
         return self._store.cached(sequence)
@@ -203,15 +208,26 @@ class ScriptedEngine(_Scripted):
         return drafts
 
     def _text_seen(self, sequence: int, length: int) -> list[int]:
-        """The text that the head has seen: what followed each position, behind a first token that fits."""
+        """The text that the head has seen; asserts that it is what the model has computed.
+
+        Only the first token is unknown, and the one behind a restored prefix: the head saw its last position with
+        the token that followed it in the session that recorded it.
+        """
         following = [self._next_token(sequence, position) for position in range(length)]
         assert None not in following, f"the head has not seen position {following.index(None)}"
-        tops = [column[-1] for column in self.columns(sequence)[:length]]
-        for first in range(VOCAB):
-            text = [first, *(token for token in following if token is not None)]
-            if states_of(text[:length]) == tops:
-                return text
-        raise AssertionError(f"the head was shown {following}, which is not what the model has computed")
+        states, text = tuple(range(LAYERS)), []
+        for seen, column in zip([ANY, *following[:-1]], self.columns(sequence), strict=False):
+            for token in range(VOCAB) if seen == ANY else [seen]:
+                above = _through(states, token or 0)
+                if above[-1] == column[-1]:
+                    break
+            else:
+                raise AssertionError(
+                    f"position {len(text)}: the head was shown {seen}, the model something else"
+                )
+            states = above
+            text.append(token or 0)
+        return [*text, following[-1] or 0]
 
     def _see(self, sequence: int, position: int, token: int | None) -> None:
         block, offset = divmod(position, self._store.block_tokens)
@@ -232,10 +248,15 @@ class ScriptedEngine(_Scripted):
         return self._memory[block]
 
     def _prepare(self, rows: Sequence[SequenceRows]) -> None:
+        starting = {item.sequence for item in rows if item.sequence not in self._started}
         copies = self._store.extend(rows).copies
         for copy in copies:
             self._memory[copy.target] = self._memory[copy.source][: copy.tokens]
             self._seen[copy.target] = dict(self._seen.get(copy.source, {}))
+        for item in rows:
+            if item.sequence in starting and item.past:
+                self._see(item.sequence, item.past - 1, ANY)
+        self._started |= starting
 
     def _before(self, sequence: int, position: int) -> Column | None:
         return self._read(sequence, position - 1) if position else None
@@ -334,14 +355,13 @@ class RecurrentEngine(_Scripted):
         self._states.clear()
 
 
-def states_of(tokens: Sequence[int]) -> list[int]:
-    """What the last layer holds at each position of a text."""
-    states, tops = list(range(LAYERS)), []
-    for below in tokens:
-        for layer in range(LAYERS):
-            below = states[layer] = _next(layer, states[layer], below)
-        tops.append(below)
-    return tops
+def _through(states: Column, token: int) -> Column:
+    """What all layers hold at a position behind one where they hold ``states``."""
+    above, below = [], token
+    for layer in range(LAYERS):
+        below = _next(layer, states[layer], below)
+        above.append(below)
+    return tuple(above)
 
 
 def create(settings: StageSettings) -> ScriptedEngine:

@@ -20,6 +20,7 @@ from skippy_stage.errors import Cancelled, SkippyError
 from skippy_stage.protocol import (
     Control,
     DecodeStep,
+    Draft,
     PrefillStep,
     ProbeStep,
     RecordStep,
@@ -133,9 +134,18 @@ class Core:
         self._note_left(number, stage, now)
 
     def frame_done(
-        self, number: int, statuses: Sequence[StepStatus], report: StageReport, now: float
+        self,
+        number: int,
+        statuses: Sequence[StepStatus],
+        report: StageReport,
+        now: float,
+        *,
+        drafts_follow: bool = False,
     ) -> None:
-        """The oldest frame has left the last stage: one status per step, failures naming the stage."""
+        """The oldest frame has left the last stage: one status per step, failures naming the stage.
+
+        ``drafts_follow``: ``frame_drafted`` comes for every session with a prediction that drafts natively.
+        """
         frame = self._in_flight[number]
         self._observe(frame, self._stages - 1, report)
         self._note_left(number, self._stages - 1, now)
@@ -149,7 +159,16 @@ class Core:
                 message = status.message if isinstance(status, StepFailed) else skipped
                 self._retire(session, now, SkippyError(message))
             elif isinstance(step, ProbeStep | PrefillStep | DecodeStep | VerifyStep):
-                self._complete(session, step, status if isinstance(status, StepOk) else None, now)
+                ok = status if isinstance(status, StepOk) else None
+                self._complete(session, step, ok, now, drafts_follow=drafts_follow)
+
+    def frame_drafted(self, drafts: Sequence[Draft], now: float) -> None:
+        """The drafts of the last stage's MTP head behind a frame that is done."""
+        for draft in drafts:
+            session = self._running.get(draft.session)
+            if session is not None:
+                session.drafted(draft, now)
+                self._scheduler.update(session)
 
     def fail_all(self, error: SkippyError, now: float, waiting_error: SkippyError | None = None) -> None:
         """The pipeline is gone, or the server stops: every session ends with the error."""
@@ -278,14 +297,18 @@ class Core:
 
     def _start(self, admitted: Sequence[Session], now: float) -> None:
         for session in admitted:
-            terms = self._prefixes.terms(session.request)
-            self.counters.prefix_queries += terms.probes
-            session.begin(terms, now)
-            self._running[session.id] = session
-            if self._drafts is not None and session.request.speculation.draft_model:
+            plan = session.request.speculation
+            session.native_mtp = plan.native_mtp.enabled and self._prefixes.native_mtp
+            if self._drafts is not None and plan.draft_model:
                 session.draft_model = self._drafts.open(
                     session.id, session.context, session.max_positions, session.request.sampling
                 )
+            terms = self._prefixes.terms(
+                session.request, native_mtp=session.native_mtp, draft_model=session.draft_model
+            )
+            self.counters.prefix_queries += terms.probes
+            session.begin(terms, now)
+            self._running[session.id] = session
             self._scheduler.add(session)
 
     def _retire(self, session: Session, now: float, error: SkippyError | None = None) -> None:
@@ -313,10 +336,12 @@ class Core:
             self.counters.failed += 1
         self._outputs.append(Failure(session, error))
 
-    def _complete(self, session: Session, step: SessionStep, status: StepOk | None, now: float) -> None:
+    def _complete(
+        self, session: Session, step: SessionStep, status: StepOk | None, now: float, *, drafts_follow: bool
+    ) -> None:
         known, epoch = len(session.predicted), session.epoch
         try:
-            commit = session.complete(step, status, now)
+            commit = session.complete(step, status, now, drafts_follow=drafts_follow)
         except ValueError as error:
             self._retire(session, now, SkippyError(str(error)))
             return

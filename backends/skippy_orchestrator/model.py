@@ -50,7 +50,8 @@ class Orchestrator:
     def __init__(self, parameters: dict[str, str]) -> None:
         settings = from_parameters(OrchestratorSettings, parameters)
         path = locate(settings.model)
-        context = effective_context(settings.context_tokens, open_checkpoint(path).config.context_length)
+        config = open_checkpoint(path).config
+        context = effective_context(settings.context_tokens, config.context_length)
         run_dir = os.environ.get("SKIPPY_RUN_DIR")
         last = len(settings.stages) - 1
         repository = ModelRepository.of_environment()
@@ -61,6 +62,8 @@ class Orchestrator:
                 settings.model, text, settings.draft_model, TextModel.load(locate(settings.draft_model))
             )
             draft = BlsTransport(settings.draft_stage, last=True, repository=repository)
+        head = bool(settings.mtp_head) or config.mtp_layers > 0
+        settings.speculation.check(head=head, draft_model=draft is not None)
         self._relayed: dict[str, int] = {}
         self._service = Service(
             settings,
@@ -71,6 +74,7 @@ class Orchestrator:
                 for i, name in enumerate(settings.stages)
             ],
             draft=draft,
+            head=head,
             drain_file=Path(run_dir) / "drain" if run_dir else None,
         )
         self._service.start()

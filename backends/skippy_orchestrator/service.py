@@ -31,6 +31,7 @@ from skippy_orchestrator.pipeline.link import Transport
 from skippy_orchestrator.pipeline.monitor import Monitor, StageHealth
 from skippy_orchestrator.pipeline.pipeline import (
     FrameDone,
+    FrameDrafted,
     FrameLeftStage,
     Pipeline,
     PipelineEvent,
@@ -83,15 +84,17 @@ class Service:
         context_tokens: int,
         transports: Sequence[Transport],
         draft: Transport | None = None,
+        head: bool = False,
         drain_file: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``head``: the model has an MTP head, of its own or beside it; ``draft``: the draft model's stage."""
         self._settings = settings
         self._text = text
         self._context_tokens = context_tokens
         self._transports = list(transports)
         self._finds_chat_prefix = False
-        self._drafters = Drafters(model=draft is not None)
+        self._drafters = Drafters(head=head, model=draft is not None)
         self._drain_file = drain_file
         self._clock = clock
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -267,7 +270,12 @@ class Service:
         elif isinstance(event, FrameLeftStage):
             core.frame_left_stage(event.number, event.stage, event.report, self._clock())
         elif isinstance(event, FrameDone):
-            core.frame_done(event.number, event.statuses, event.report, self._clock())
+            core.frame_done(
+                *(event.number, event.statuses, event.report, self._clock()),
+                drafts_follow=event.drafts_follow,
+            )
+        elif isinstance(event, FrameDrafted):
+            core.frame_drafted(event.drafts, self._clock())
         elif isinstance(event, PipelineFailed):
             self._lose_pipeline(StageFault(event.stage, event.message))
 

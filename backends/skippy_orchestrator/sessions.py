@@ -21,6 +21,7 @@ from typing import Protocol, TypeAlias
 from skippy_stage.protocol import (
     Control,
     DecodeStep,
+    Draft,
     OpenStep,
     PrefillStep,
     ProbeStep,
@@ -114,6 +115,8 @@ class Session:
         self.epoch = 0
         self.draft_model = False
         """Whether a draft model drafts for it."""
+        self.native_mtp = False
+        """Whether the last stage's MTP head drafts for it."""
         self.predicted: list[int] = []
         """The first predictions, an end token included: what may be replayed (spec 4.7)."""
         self._text = text
@@ -126,6 +129,8 @@ class Session:
         self._decoder: DecodeMachine | None = None
         self._inputs: Sequence[int] = ()
         """Tokens of the decode step that ``next_step`` gave last."""
+        self._awaited: tuple[int, int] | None = None
+        """Epoch and position of the step whose draft of the head is waited for."""
         self._opened = False
         self._computed = 0
 
@@ -211,6 +216,7 @@ class Session:
                     pos_start=chunk.start,
                     rows=chunk.rows,
                     sample=chunk.sample,
+                    lookahead=int(self.native_mtp and not chunk.sample and chunk.end < len(self._context)),
                 )
         return None
 
@@ -239,6 +245,7 @@ class Session:
                     max_tokens=self.max_positions,
                     sampling=self.request.sampling,
                     namespace=self._prefix.namespace,
+                    drafts=self.request.speculation.native_mtp.max_draft_tokens if self.native_mtp else 0,
                 )
             )
             self._opened = True
@@ -256,7 +263,7 @@ class Session:
         if self._prefill.planned:
             self.phase = Phase.DECODE
         after = self._record(self._prefix.record_after(step.pos_start, end))
-        return Dispatched(tuple(before), self._context[step.pos_start : end], after)
+        return Dispatched(tuple(before), self._context[step.pos_start : end + step.lookahead], after)
 
     def credit_returned(self, now: float) -> None:
         """The second stage has started on the oldest chunk that holds a credit."""
@@ -282,8 +289,13 @@ class Session:
                 round(report.sent_bytes * share),
             )
 
-    def complete(self, step: SessionStep, status: StepOk | None, now: float) -> Commit | None:
-        """A step has come back from the last stage, None for one that was not executed; commits what counts."""
+    def complete(
+        self, step: SessionStep, status: StepOk | None, now: float, *, drafts_follow: bool = False
+    ) -> Commit | None:
+        """A step has come back from the last stage, None for one that was not executed; commits what counts.
+
+        ``drafts_follow``: what the MTP head drafts behind it comes later, for ``drafted``.
+        """
         if not self._in_flight or self._in_flight[0] is not step:
             raise ValueError(f"session {self.id}: result out of order")
         self._in_flight.popleft()
@@ -292,7 +304,7 @@ class Session:
         if self.phase is Phase.ENDED:
             return None
         if isinstance(step, DecodeStep | VerifyStep):
-            return self._decoded(step, status.tokens if status is not None else (), now)
+            return self._decoded(step, status, now, drafts_follow=drafts_follow and self.native_mtp)
         if step.epoch < self.epoch:
             return None
         if status is None:
@@ -308,7 +320,7 @@ class Session:
         wish = self.request.speculation if self._prefix.cuts else NO_SPECULATION
         plan = after_restore(wish, keep_ngrams=self._prefix.keeps_ngrams)
         self._decoder = DecodeMachine(
-            SpeculationOptions(plan, draft_model=self.draft_model),
+            SpeculationOptions(plan, native_mtp=self.native_mtp, draft_model=self.draft_model),
             self._context,
             self.n_prompt,
             self.request.max_tokens,
@@ -318,19 +330,33 @@ class Session:
         )
         return commit
 
-    def _decoded(self, step: RowStep, predicted: Sequence[int], now: float) -> Commit | None:
+    def _decoded(
+        self, step: RowStep, status: StepOk | None, now: float, *, drafts_follow: bool
+    ) -> Commit | None:
         if self._decoder is None:
             raise ValueError(f"session {self.id}: a decode step before the first token")
-        answer = self._decoder.answered(predicted, (), now)
+        awaited = self._decoder.awaits_head
+        predicted = status.tokens if status is not None else ()
+        answer = self._decoder.answered(predicted, None if drafts_follow and status is not None else (), now)
         if not answer.commit:
             return None
         self._computed = max(self._computed, step.pos_start + answer.valid_inputs)
         commit = self.commit(answer.commit, now)
         ended = self.phase is Phase.ENDED
         stale = self._decoder.settle(answer, len(commit.tokens), stopped=ended)
+        if self._decoder.awaits_head and not awaited:
+            self._awaited = step.epoch, step.pos_start
         if stale or (ended and self._in_flight):
             self.epoch += 1
         return commit
+
+    def drafted(self, draft: Draft, now: float) -> None:
+        """The draft of the MTP head behind one of the session's steps; others than the one awaited are of no use."""
+        if self._decoder is None or (draft.epoch, draft.pos_start) != self._awaited:
+            return
+        self._awaited = None
+        # A plan's threshold may have committed less than the stage found right.
+        self._decoder.drafted(draft.tokens if draft.position == len(self._context) else (), now)
 
     @property
     def wanted_drafts(self) -> int:

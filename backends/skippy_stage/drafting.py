@@ -64,10 +64,13 @@ class HeadDrafts:
                 pos_start=step.pos_start,
                 position=step.pos_start + len(following) + 1,
             )
-        if following and step.pos_start <= session.head:
+        # A window may go on from drafts that the one before it has shown to be wrong.
+        goes_on = step.pos_start == session.head and session.follows in (None, int(inputs[0]))
+        if following and goes_on:
             wanted = session.drafts if predicted else 0
             self._rows.append(DraftRows(step.session, step.pos_start, start, following, wanted))
             session.head = step.pos_start + len(following)
+            session.follows = following[-1]
 
     def draft(self, threads: int) -> tuple[Draft, ...]:
         """Let the head see the frame's rows, and draft; never raises for a fault of the head."""
@@ -111,7 +114,7 @@ class HeadDrafts:
     def _forget(self, item: DraftRows) -> None:
         session = self._sessions.get(item.sequence)
         if session is not None:
-            session.head = min(session.head, item.past)
+            session.head, session.follows = min(session.head, item.past), None
 
 
 def _following(

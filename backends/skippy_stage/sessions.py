@@ -53,6 +53,8 @@ class StageSession:
     """Tokens that the MTP head drafts behind each prediction."""
     head: int = 0
     """Positions that the head has seen, all from 0 on."""
+    follows: int | None = None
+    """The token that follows what the head has seen; None where that isn't known."""
     probed: Sequence[int] = ()
     """Tokens of a probe whose lease is neither used nor given up yet."""
 
@@ -115,7 +117,8 @@ class SessionTable:
                 f"{end - 1}, the session has room for {session.max_tokens}"
             )
         del session.tokens[position:]
-        session.head = min(session.head, position)
+        if position < session.head:
+            session.head, session.follows = position, None
         if session.probed:  # its rows start without a restore: the lease was a miss
             session.probed = ()
             self._prefixes.release(step.session)
@@ -131,7 +134,7 @@ class SessionTable:
         if found == len(tokens):
             self._prefixes.restore(session, found)
             state.tokens = list(tokens)
-            state.head = found
+            state.head, state.follows = found, None
         else:
             self._prefixes.release(session)
         return found
@@ -161,7 +164,7 @@ class SessionTable:
             )
         self._prefixes.restore(step.session, step.length)
         session.tokens = list(session.probed[: step.length])
-        session.head = step.length
+        session.head, session.follows = step.length, None
         session.probed = ()
 
     def _record(self, step: RecordStep) -> None:

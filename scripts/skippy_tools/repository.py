@@ -38,6 +38,8 @@ class ModelShape:
     n_layers: int
     hidden_size: int
     context_length: int
+    has_head: bool
+    """The checkpoint holds an MTP head."""
     balance: Callable[[int], Sequence[tuple[int, int]]]
 
 
@@ -59,6 +61,7 @@ def read_shape(model: str) -> ModelShape:
         n_layers=config.n_layers,
         hidden_size=config.hidden_size,
         context_length=config.context_length,
+        has_head=config.mtp_layers > 0,
         balance=lambda stages: balance_layers(checkpoint, stages),
     )
 
@@ -116,6 +119,7 @@ def stage_settings(deployment: Deployment, shape: ModelShape) -> tuple[StageSett
             name=stage_name(deployment, index),
             index=index,
             model=deployment.model.path,
+            mtp_head=deployment.model.mtp_head if last == shape.n_layers else "",
             first_layer=first,
             last_layer=last,
             engine=section.engine or pipeline.engine,
@@ -169,6 +173,7 @@ def orchestrator_settings(deployment: Deployment, stages: Sequence[StageSettings
         model=deployment.model.path,
         context_tokens=deployment.model.context_tokens,
         stages=tuple(stage.name for stage in stages),
+        mtp_head=deployment.model.mtp_head,
         draft_stage=draft_name(deployment),
         draft_model=deployment.draft.path,
         draft_ahead=deployment.draft.ahead,
@@ -189,6 +194,11 @@ def generate(
     ``draft_shape`` is that of the draft model, where the deployment has one.
     """
     effective_context(deployment.model.context_tokens, shape.context_length)
+    has_head = shape.has_head or bool(deployment.model.mtp_head)
+    try:
+        deployment.speculation.check(head=has_head, draft_model=draft_shape is not None)
+    except ValueError as error:
+        raise SettingsError(f"{source}: {error}") from None
     stages = stage_settings(deployment, shape)
     name = deployment.server.name
     configs = [_request_model(name, to_parameters(orchestrator_settings(deployment, stages)))]

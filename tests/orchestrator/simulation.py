@@ -92,6 +92,8 @@ class Simulation:
         draft_ahead: bool = True,
     ) -> None:
         self.now = 0.0
+        self.drafts_late = True
+        """Whether the core gets to send frames between a result and its drafts."""
         scheduler = scheduler or SchedulerSection()
         self.engines = list(engines or cut(stages, blocks=blocks))
         self.prefix = prefix
@@ -238,7 +240,15 @@ class Simulation:
         else:
             self.in_flight -= 1
             self.skipped += sum(isinstance(status, StepSkipped) for status in flight.statuses)
-            self.core.frame_done(flight.frame.number, flight.statuses, report, self.now)
+            self.core.frame_done(
+                flight.frame.number, flight.statuses, report, self.now, drafts_follow=result.drafts_follow
+            )
+            if self.drafts_late:
+                self.pump()
+            drafts = self.runtimes[stage].draft(queued)
+            if drafts is not None:
+                self.now += 0.001
+                self.core.frame_drafted(drafts.drafts, self.now)
         self.pump()
         return True
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -30,7 +31,7 @@ def even(layers: int = 10) -> ModelShape:
         edges = [layers * stage // stages for stage in range(stages + 1)]
         return list(itertools.pairwise(edges))
 
-    return ModelShape(n_layers=layers, hidden_size=8, context_length=64, balance=balance)
+    return ModelShape(n_layers=layers, hidden_size=8, context_length=64, has_head=False, balance=balance)
 
 
 def parse(text: str) -> model_config_pb2.ModelConfig:
@@ -221,3 +222,23 @@ def test_a_draft_model_is_a_stage_of_its_own() -> None:
     assert (orchestrator.draft_stage, orchestrator.draft_model) == ("skippy_draft", "tiny")
     assert not orchestrator.draft_ahead
     assert "skippy_draft" not in orchestrator.stages
+
+
+def test_a_head_is_told_to_the_last_stage() -> None:
+    toml = '[model]\nmtp_head = "heads/mine.safetensors"\n[speculation]\ndefault = "mtp"'
+    deployment = parse_deployment(toml)
+    told = [stage.mtp_head for stage in stage_settings(deployment, even())]
+    assert told == ["", "heads/mine.safetensors"]
+    files = generate(deployment, even(), "x.toml")
+    assert from_parameters(OrchestratorSettings, parameters(files["skippy/config.pbtxt"])).mtp_head
+
+
+def test_a_plan_with_a_head_needs_one() -> None:
+    deployment = parse_deployment('[speculation]\ndefault = "composite"')
+    with pytest.raises(SettingsError, match=r"x\.toml: speculation\.plans\.composite: needs .*mtp_head"):
+        generate(deployment, even(), "x.toml")
+    assert generate(deployment, with_head(even()), "x.toml")
+
+
+def with_head(shape: ModelShape) -> ModelShape:
+    return replace(shape, has_head=True)

@@ -82,10 +82,8 @@ class Deployment(Section, frozen=True):
                     f"speculation.plans.{name}: got windows of {tokens} tokens, expected fewer than "
                     f"scheduler.max_frame_rows, {most}"
                 )
-        for name in {self.speculation.default, *self.speculation.plans}:
-            lacks = self.speculation.plan(name).lacks(head=True, draft_model=bool(self.draft.path))
-            if lacks:
-                raise ValueError(f"speculation.plans.{name}: needs {lacks}")
+        # Whether there is a head only the checkpoint knows.
+        self.speculation.check(head=True, draft_model=bool(self.draft.path))
 
 
 class OrchestratorSettings(Section, frozen=True, kw_only=True):
@@ -94,6 +92,8 @@ class OrchestratorSettings(Section, frozen=True, kw_only=True):
     model: str
     context_tokens: int = 0
     stages: Annotated[tuple[str, ...], Meta(min_length=1)]
+    mtp_head: str = ""
+    """The MTP head beside the model, as model.mtp_head."""
     draft_stage: str = ""
     """Triton model name of the draft model's stage; empty without one."""
     draft_model: str = ""

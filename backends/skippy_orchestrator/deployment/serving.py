@@ -28,6 +28,13 @@ class ModelSection(Section, frozen=True):
         int,
         Meta(ge=0, description="Context limit in tokens; 0 takes the model's own, a larger one is refused."),
     ] = 0
+    mtp_head: Annotated[
+        str,
+        Meta(
+            description="A .safetensors file with an MTP head for the model, found as the model is. Empty: the "
+            "checkpoint's own, if it has one."
+        ),
+    ] = ""
 
 
 class PipelineSection(Section, frozen=True):

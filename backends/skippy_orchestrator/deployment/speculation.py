@@ -229,6 +229,13 @@ class SpeculationSection(Section, frozen=True):
         """Those that a deployment with an MTP head, or with a draft model, can carry out."""
         return tuple(n for n in self.names if not self.plan(n).lacks(head=head, draft_model=draft_model))
 
+    def check(self, *, head: bool, draft_model: bool) -> None:
+        """Raise ValueError naming a plan of the deployment that lacks what it drafts with."""
+        for name in (self.default, *self.plans):
+            lacks = self.plan(name).lacks(head=head, draft_model=draft_model)
+            if lacks:
+                raise ValueError(f"speculation.plans.{name}: needs {lacks}")
+
     def plan(self, name: str) -> SpeculationPlan:
         """The plan of that name; ``off`` proposes nothing."""
         if name == OFF:

@@ -30,6 +30,8 @@ class StageFacts:
     """Names everything that decides a token beside prompt and sampling (spec 4.2)."""
     stores: bool = False
     """Every stage keeps prefixes."""
+    head: bool = False
+    """The last stage has an MTP head."""
     exact: bool = False
     """A stage keeps states that can't be cut."""
 
@@ -42,6 +44,7 @@ class StageFacts:
             hidden_size=stages[0].hidden_size,
             identity="|".join(stage.identity for stage in stages),
             stores="off" not in payloads,
+            head=stages[-1].head.layers > 0,
             exact=bool(payloads - {"resident-kv", "off"}),
         )
 
@@ -75,15 +78,22 @@ class PrefixCache:
         """Whether what is restored is shared between sessions; exact states are copied into a session's own room."""
         return not self._facts.exact
 
-    def terms(self, request: GenerationRequest) -> PrefixTerms:
-        """What holds for a session that starts now."""
+    @property
+    def native_mtp(self) -> bool:
+        """Whether requests can draft with an MTP head: there is one, and its state can be cut."""
+        return self._facts.head and not self._facts.exact
+
+    def terms(
+        self, request: GenerationRequest, *, native_mtp: bool = False, draft_model: bool = False
+    ) -> PrefixTerms:
+        """What holds for a session that starts now, and drafts in this way."""
         section, facts = self._section, self._facts
         if section.mode == "disabled" or not facts.stores:
             return OFF
         lookup = lookup_bypass(
-            section, False, False, n_prompt=len(request.prompt), replay_safe=replay_safe(request)
+            section, native_mtp, draft_model, n_prompt=len(request.prompt), replay_safe=replay_safe(request)
         )
-        namespace = namespace_of(self._tokenizer, request.cache_key)
+        namespace = namespace_of(self._tokenizer, request.cache_key, native_mtp=native_mtp)
         known = self._memory.recorded.may_match(namespace, request.prompt, section.min_tokens)
         key = self._output_key(request, namespace)
         outputs: tuple[int, ...] = ()

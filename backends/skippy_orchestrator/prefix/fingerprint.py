@@ -70,11 +70,12 @@ def replay_safe(request: GenerationRequest) -> bool:
     return request.sampling.greedy or request.seeded
 
 
-def namespace_of(tokenizer: str, cache_key: str) -> str:
+def namespace_of(tokenizer: str, cache_key: str, *, native_mtp: bool = False) -> str:
     """What separates prefixes that must not be shared: the tokenizer, and the client's key (spec 4.2).
 
     ``tokenizer`` is an identity of whatever turns text into tokens; its length goes first, so that no identity
-    with a key looks like another one without.
+    with a key looks like another one without. ``native_mtp``: an MTP head has seen the prefix too, and whoever drafts
+    with it needs that.
     """
     key = f"openai:prompt_cache_key:{cache_key}" if cache_key else ""
-    return f"{len(tokenizer)}:{tokenizer}{key}"
+    return f"{len(tokenizer)}:{tokenizer}{'mtp:' if native_mtp else ''}{key}"

@@ -94,6 +94,11 @@ class DecodeMachine:
         return self._late is not None or self.wanted_drafts() > 0
 
     @property
+    def awaits_head(self) -> bool:
+        """Whether a draft of the head behind the last answer is waited for."""
+        return self._late is not None
+
+    @property
     def may_send(self) -> bool:
         """Whether ``next`` may have work beside what is in flight: windows of an epoch that goes on."""
         return (
