@@ -104,12 +104,13 @@ class Serving:
         block_tokens: int = 64,
         end_tokens: frozenset[int] = frozenset(),
         draft: bool = False,
+        mtp: bool = False,
         **options: Any,
     ) -> None:
         self._ahead = 0.0
         sizes = {"blocks": blocks, "block_tokens": block_tokens}
         self.stages = [
-            FaultyStage(i, lambda i=i: cut(stages, **sizes)[i], prefix is not None)  # type: ignore[misc]
+            FaultyStage(i, lambda i=i: cut(stages, mtp=mtp, **sizes)[i], prefix is not None)  # type: ignore[misc]
             for i in range(stages)
         ]
         self.draft: FaultyStage | None = None
@@ -124,7 +125,14 @@ class Serving:
             limits=LimitsSection(**{**LIMITS, **(limits or {})}),
         )
         self.service = Service(
-            settings, text_model(end_tokens), 4096, self.stages, draft=self.draft, clock=self.clock, **options
+            settings,
+            text_model(end_tokens),
+            4096,
+            self.stages,
+            draft=self.draft,
+            head=mtp,
+            clock=self.clock,
+            **options,
         )
         self.clients: list[Client] = []
 

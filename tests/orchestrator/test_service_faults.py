@@ -186,12 +186,12 @@ class Bug:
         self.seen = threading.Event()
         bug = self
 
-        def broken(core: Core, *args: Any) -> Any:
+        def broken(core: Core, *args: Any, **options: Any) -> Any:
             if bug._times:
                 bug._times -= 1
                 bug.seen.set()
                 raise RuntimeError("off by one")
-            return bug._original(core, *args)
+            return bug._original(core, *args, **options)
 
         monkeypatch.setattr(Core, method, broken)
 
