@@ -378,7 +378,14 @@ class Service:
         self._finds_chat_prefix = facts.exact
         incarnation = secrets.randbits(63)
         self._pipeline = Pipeline(
-            self._transports, incarnation, settings.scheduler.frames_per_link, self._events.put, self._clock
+            *(
+                self._transports,
+                incarnation,
+                settings.scheduler.frames_per_link,
+                self._events.put,
+                self._clock,
+            ),
+            link_delay_s=settings.link_delay_ms / 1000,
         )
         self._reason = ""
 

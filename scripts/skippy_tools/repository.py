@@ -177,6 +177,7 @@ def orchestrator_settings(deployment: Deployment, stages: Sequence[StageSettings
         draft_stage=draft_name(deployment),
         draft_model=deployment.draft.path,
         draft_ahead=deployment.draft.ahead,
+        link_delay_ms=deployment.pipeline.link_delay_ms,
         scheduler=deployment.scheduler,
         prefill=deployment.prefill,
         prefix_cache=deployment.prefix_cache,

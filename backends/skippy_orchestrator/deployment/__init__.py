@@ -98,6 +98,7 @@ class OrchestratorSettings(Section, frozen=True, kw_only=True):
     """Triton model name of the draft model's stage; empty without one."""
     draft_model: str = ""
     draft_ahead: bool = True
+    link_delay_ms: float = 0.0
     scheduler: SchedulerSection = SchedulerSection()
     prefill: PrefillSection = PrefillSection()
     prefix_cache: PrefixCacheSection = PrefixCacheSection()

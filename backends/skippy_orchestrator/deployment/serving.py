@@ -63,6 +63,15 @@ class PipelineSection(Section, frozen=True):
         int,
         Meta(ge=0, le=1024, description="CPU threads per stage for one frame; 0 shares the cores by load."),
     ] = 0
+    link_delay_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=60000,
+            description="For experiments: how much later every frame reaches the next stage, as over a slow network. "
+            "Frames on the way overlap.",
+        ),
+    ] = 0.0
 
 
 class StageSection(Section, frozen=True):

@@ -93,7 +93,7 @@ class Link:
         self._on_failure = on_failure
         self._clock = clock
         self._places = threading.Semaphore(depth)
-        self._to_send: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[tuple[Flight, float] | None] = queue.SimpleQueue()
         self._to_read: queue.SimpleQueue[tuple[Flight, Pending] | None] = queue.SimpleQueue()
         self._sent_at: deque[float] = deque()
         self._drafting_since: float | None = None
@@ -109,9 +109,9 @@ class Link:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, flight: Flight) -> None:
-        """Queue a frame; never blocks."""
-        self._to_send.put(flight)
+    def submit(self, flight: Flight, arrival: float = 0.0) -> None:
+        """Queue a frame, which a simulated network lets arrive at that time; never blocks."""
+        self._to_send.put((flight, arrival))
 
     def overdue(self, now: float, limit_s: float) -> bool:
         """Whether the oldest outstanding frame, or its drafts, have kept the stage for longer than ``limit_s``."""
@@ -146,7 +146,10 @@ class Link:
 
     def _dispatch(self) -> None:
         try:
-            while (flight := self._to_send.get()) is not None:
+            while (item := self._to_send.get()) is not None:
+                flight, arrival = item
+                if arrival and (early := arrival - self._clock()) > 0:
+                    self._stopped.wait(early)
                 self._places.acquire()
                 if self._stopped.is_set():
                     return

@@ -73,7 +73,12 @@ class Pipeline:
         frames_per_link: int,
         on_event: Callable[[PipelineEvent], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        link_delay_s: float = 0.0,
     ) -> None:
+        """``link_delay_s`` is a simulated network between the stages (spec 8.10)."""
+        self._link_delay_s = link_delay_s
+        self._clock = clock
         self.incarnation = incarnation
         self._names = [transport.name for transport in transports]
         self._on_event = on_event
@@ -135,7 +140,8 @@ class Pipeline:
             self._tell(FrameDone(self.incarnation, number, flight.statuses, report, result.drafts_follow))
         else:
             self._tell(FrameLeftStage(self.incarnation, number, stage, report))
-            self._links[flight.stage].submit(flight)
+            arrival = self._clock() + self._link_delay_s if self._link_delay_s else 0.0
+            self._links[flight.stage].submit(flight, arrival)
 
     def _on_drafts(self, result: DraftResult) -> None:
         self._tell(FrameDrafted(self.incarnation, result.frame, result.drafts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -260,3 +261,18 @@ def test_a_stage_that_is_lost_while_it_drafts_is_a_failure(rig: Rig) -> None:
     pending.fail_to_follow(StageFault("stage_0", "its process has ended"))
     assert rig.failed.wait(GENEROUS_S)
     assert rig.failures == [("stage_0", "its process has ended")]
+
+
+def test_frames_of_a_slow_network_come_in_order_and_overlap(rig: Rig) -> None:
+    rig.now = time.monotonic()
+    for number in (1, 2):
+        rig.link.submit(Flight(a_frame(number), ["stage_0"]), rig.now + 0.2)
+    first = rig.transport.next()
+    assert first.header.frame == 1
+    assert time.monotonic() - rig.now >= 0.2
+    rig.now += 0.2
+    second = rig.transport.next()
+    assert second.header.frame == 2
+    for pending in (first, second):
+        pending.answer()
+    wait_until(lambda: rig.results == [1, 2])
