@@ -10,6 +10,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 
 DEFAULT_DEPLOYMENT: Final = ROOT / "deployments" / "smollm2-two-stages.toml"
 MODEL_REPOSITORY: Final = ROOT / "model_repository"
+HEAD_FILE: Final = ROOT / "heads" / "smollm2-135m-instruct.safetensors"
+"""The trained MTP head of the default model."""
 BACKENDS: Final = ("skippy_stage", "skippy_orchestrator")
 """Packages whose ``model.py`` is a Triton backend."""
 

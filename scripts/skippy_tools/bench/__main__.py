@@ -10,17 +10,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from skippy_client import SkippyError as ClientError
-from skippy_orchestrator.deployment import load_deployment
+from skippy_orchestrator.deployment import ModelSection, load_deployment
 from skippy_stage.errors import SkippyError
 
 from skippy_tools.bench import decode as decode_bench
-from skippy_tools.bench import prefill_plan
+from skippy_tools.bench import prefill_plan, speculation_plan
 from skippy_tools.bench.decode_rows import print_decode_rows
 from skippy_tools.bench.prefill import run_prefill
 from skippy_tools.bench.prefill_ratios import Own
 from skippy_tools.bench.prefill_report import print_prefill_rows
 from skippy_tools.bench.prefill_rows import policy_label
 from skippy_tools.bench.report import write_json
+from skippy_tools.bench.speculation import run_speculation
+from skippy_tools.bench.speculation_rows import print_speculation_rows
+from skippy_tools.paths import HEAD_FILE
 from skippy_tools.server import ServerError
 
 app = typer.Typer(
@@ -76,6 +79,32 @@ def prefill(deployment: DeploymentFile = DEFAULT, quick: Quick = False, json_fil
         plan = prefill_plan.QUICK if quick else prefill_plan.FULL
         rows = run_prefill(measured, plan, CACHE, console)
     print_prefill_rows(console, rows, Own(policy_label(measured.prefill), measured.pipeline.threads))
+    if json_file is not None:
+        write_json(json_file, rows)
+
+
+@app.command()
+def speculation(
+    deployment: DeploymentFile = DEFAULT,
+    quick: Quick = False,
+    head: Annotated[
+        Path | None, typer.Option(help="An MTP head for the model; the one in heads/ by default, if it fits.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Decode rates with and without guessing ahead: by prompts, proposer, depth, stages and link delay.
+
+    Prompts that copy, chats, code and random text; n-grams, an MTP head and both together; transformers and
+    llama.cpp with their own prompt lookup. Then slow links between four stages, with stages that compute and with
+    stages that only wait. Example: ./scripts/bench speculation --quick --json rows.json
+    """
+    with _errors_as_lines():
+        measured = load_deployment(deployment)
+        if head is None and measured.model.path == ModelSection().path and HEAD_FILE.exists():
+            head = HEAD_FILE
+        plan = speculation_plan.QUICK if quick else speculation_plan.FULL
+        rows = run_speculation(measured, plan, head, CACHE, console)
+    print_speculation_rows(console, rows)
     if json_file is not None:
         write_json(json_file, rows)
 

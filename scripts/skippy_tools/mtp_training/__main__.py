@@ -17,11 +17,10 @@ from skippy_stage.errors import SkippyError
 from skippy_stage.weights import locate, open_checkpoint
 
 from skippy_tools.command import run_script
-from skippy_tools.paths import ROOT
+from skippy_tools.paths import HEAD_FILE
 
 console = Console(stderr=True, highlight=False)
 
-HEAD_FILE = ROOT / "heads" / "smollm2-135m-instruct.safetensors"
 DEPTH = 2
 
 

@@ -18,7 +18,7 @@ from skippy_tools.mtp_training.corpus import Corpus
 from skippy_tools.mtp_training.head import TrainedHead
 
 BATCH_ROWS: Final = 2048
-PEAK_RATE: Final = 2e-3
+PEAK_RATE: Final = 1e-3
 WEIGHTS: Final = (1.0, 0.7, 0.5)
 """Of the first, second and third draft in the loss."""
 _UNKNOWN: Final = -100
