@@ -15,6 +15,7 @@ from skippy_tools.bench.workload import Tokens
 
 LOOKUP_TOKENS: Final = 10
 """Drafts per step: what both peers' own documentation uses."""
+WARM_UP_TOKENS: Final = 4
 ASSISTANT_LAYERS: Final = 8
 """The assistant is the model's own first layers: there is no smaller one with its tokenizer."""
 
@@ -58,11 +59,12 @@ def transformers_rates(
     }
     keys = [(subject, kind) for kind in prompts for subject in subjects]
 
-    def once(subject: str, kind: str) -> Callable[[], Sample]:
-        return lambda: Sample(peer.rate(kind, prompts[kind], tokens, subjects[subject]))
+    def once(subject: str, kind: str, count: int) -> Callable[[], Sample]:
+        return lambda: Sample(peer.rate(kind, prompts[kind], count, subjects[subject]))
 
+    tasks = [Task(once(*key, tokens), rounds, once(*key, WARM_UP_TOKENS)) for key in keys]
     try:
-        return dict(zip(keys, in_turns([Task(once(*key), rounds) for key in keys]), strict=True))
+        return dict(zip(keys, in_turns(tasks), strict=True))
     finally:
         peer.close()
 

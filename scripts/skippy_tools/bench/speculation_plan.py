@@ -106,19 +106,15 @@ class Plan:
     """Window widths that each depth may choose from where links are slow."""
 
 
-QUICK: Final = Plan(("copy", "random"), (2,), (1, 2), (1,), 64, 3, (20.0,), (4, 16))
+QUICK: Final = Plan(("copy", "chat", "random"), (2,), (2,), (1,), 48, 2, (20.0,), (8,))
 FULL: Final = Plan(KINDS, (1, 2, 4), (1, 2, 4), (1, 8), 128, 5, (0.0, 5.0, 20.0), (1, 2, 4, 8, 16))
 
 
 def ways(depths: Sequence[int], *, head: bool) -> list[Way]:
     """Serial decoding, and every proposer that there is at every depth that it can have."""
-    made = [SERIAL]
-    for depth in depths:
-        made.append(Way("ngram", depth))
-        if head and depth == 1:
-            made.append(Way("mtp", 1, 2))
-        if head:
-            made.append(Way("composite", depth))
+    made = [SERIAL, *(Way("ngram", depth) for depth in depths)]
+    if head:
+        made += [Way("mtp", 1, 2), *(Way("composite", depth) for depth in depths)]
     return made
 
 
@@ -147,7 +143,11 @@ def deployment_of(base: Deployment, stages: int, delay_ms: float, head: Path | N
     pipeline = msgspec.structs.replace(made.pipeline, link_delay_ms=delay_ms)
     model = msgspec.structs.replace(made.model, mtp_head=str(head) if head else made.model.mtp_head)
     return msgspec.structs.replace(
-        made, pipeline=pipeline, model=model, speculation=_wide(made), scheduler=_deep(made, delay_ms)
+        made,
+        pipeline=pipeline,
+        model=model,
+        speculation=_wide(msgspec.structs.replace(made, model=model)),
+        scheduler=_deep(made, delay_ms),
     )
 
 
@@ -155,7 +155,7 @@ def _wide(base: Deployment) -> SpeculationSection:
     """The speculation section with plans whose limits a request can lower to all that is measured."""
     section = base.speculation
     plans = dict(section.plans)
-    for name in ("ngram", "composite"):
+    for name in ("ngram", "composite") if base.model.mtp_head else ("ngram",):
         plan = section.plan(name)
         window = msgspec.structs.replace(plan.verify_window, max_tokens=16, pipeline_depth=8)
         plans[name] = msgspec.structs.replace(plan, verify_window=window, speculative_window=16)
