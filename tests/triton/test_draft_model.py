@@ -68,8 +68,8 @@ def _ready(client: SkippyClient) -> Iterator[None]:
 
 def test_text_is_the_reference_with_drafts(client: SkippyClient) -> None:
     right = 0
-    for window in (1, 2, 4):
-        for case in CASES[window::10]:
+    for window in (1, 4):
+        for case in CASES[window::20]:
             result = client.generate(**case.request(), speculation=f"draft,window={window}")  # type: ignore[arg-type]
             golden.assert_agrees(case, result.token_ids, F32_TIE)
             right += result.total_accepted_draft_tokens
@@ -79,7 +79,7 @@ def test_text_is_the_reference_with_drafts(client: SkippyClient) -> None:
 
 def test_many_sessions_draft_together(client: SkippyClient) -> None:
     before = client.status().raw["draft"]["counters"]
-    results = generate_all(client, [{**case.request(), "speculation": "draft"} for case in CASES[:4]])
+    results = generate_all(client, [{**case.request(), "speculation": "draft"} for case in CASES[:3]])
     for case, result in zip(CASES, results, strict=False):
         assert isinstance(result, Generation)
         golden.assert_agrees(case, result.token_ids, F32_TIE)

@@ -20,7 +20,7 @@ from skippy_stage.weights import locate, open_checkpoint
 
 PERIOD: Final = 128
 """The text repeats itself after so many tokens."""
-EDIT_EVERY: Final = 24
+EDIT_EVERY: Final = 96
 """But for every so many-th token, which nothing foretells."""
 FRAME_S: Final = 0.004
 ROW_S: Final = 0.0001

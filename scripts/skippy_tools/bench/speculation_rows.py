@@ -79,14 +79,16 @@ def row_of(setting: Setting, samples: Sequence[Sample], serial: Sequence[Sample]
 
 def print_speculation_rows(console: Console, rows: Sequence[SpeculationRow]) -> None:
     """A table, and what a reader compares."""
-    table = Table(title="decode, tokens per second")
+    table = Table(title="decode, tokens per second", box=None, pad_edge=False)
     for name in ("subject", "prompts", "proposer"):
         table.add_column(name, no_wrap=True)
-    for name in ("depth", "window", "stages", "concurrency", "link ms", "tokens/s", "accepted", "x serial"):
-        table.add_column(name, justify="right")
+    # Window width and depth, stages, streams at a time, and the delay of a link: short, so that 80 columns hold all.
+    for name in ("w x d", "st", "at", "ms", "tok/s", "right", "x off"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            *(row.subject, row.prompt_kind, row.proposer, str(row.depth), str(row.window or "-")),
+            *(row.subject, row.prompt_kind, row.proposer),
+            f"{row.window}x{row.depth}" if row.window else "-",
             *(
                 str(row.stages),
                 str(row.concurrency),

@@ -22,6 +22,8 @@ PEAK_RATE: Final = 1e-3
 WEIGHTS: Final = (1.0, 0.7, 0.5)
 """Of the first, second and third draft in the loss."""
 _UNKNOWN: Final = -100
+_LEAST_ANSWER: Final = 16
+"""Tokens; shorter greedy endings are chance."""
 
 
 @dataclass(frozen=True)
@@ -123,54 +125,48 @@ class Measured:
 
 @torch.no_grad()
 def measure(head: TrainedHead, corpus: Corpus, drafts: int) -> Measured:
-    """How many drafts in a row agree with the model, on the greedy chats of the corpus."""
-    greedy = greedy_chats(corpus)
+    """How many drafts in a row agree with the model, in the greedy answers of the corpus and nowhere else."""
     right = torch.zeros(drafts)
-    rows = 0
-    for chats in batches(greedy, head, None):
+    rows = ngram_windows = ngram_tokens = 0
+    ends = np.cumsum(corpus.lengths)
+    for end, length in zip(ends, corpus.lengths, strict=True):
+        span = slice(int(end - length), int(end))
+        answer = greedy_tail(corpus, span)
+        if answer < _LEAST_ANSWER:
+            continue
+        one = Corpus(
+            *(corpus.tokens[span], corpus.predicted[span]), corpus.hidden[span], np.array([length], np.int32)
+        )
         kept: torch.Tensor | None = None
-        padded = chats.hidden.abs().sum(-1) == 0
-        for i, (states, labels) in enumerate(drafts_of(head, chats, drafts)):
-            agrees = head.logits(states).argmax(-1) == labels
-            width = states.shape[1]
-            kept = agrees if kept is None else kept[:, :width] & agrees
-            right[i] += kept.sum()
-        rows += int((~padded[:, 1:]).sum())
-    share = (right / max(rows, 1)).tolist()
-    return Measured(drafts, tuple(share), 1 + sum(share), ngram_tokens_per_window(greedy, drafts))
+        for i, (states, labels) in enumerate(drafts_of(head, next(batches(one, head, None)), drafts)):
+            agrees = (head.logits(states).argmax(-1) == labels)[0]
+            kept = agrees if kept is None else kept[: len(agrees)] & agrees
+            right[i] += kept[-answer:].sum()
+        rows += answer
+        windows, tokens = ngram_windows_of(corpus.tokens[span].tolist(), answer, drafts)
+        ngram_windows, ngram_tokens = ngram_windows + windows, ngram_tokens + tokens
+    if not rows:
+        raise ValueError("no answer among the chats kept apart is greedy: write more chats")
+    share = (right / rows).tolist()
+    return Measured(drafts, tuple(share), 1 + sum(share), ngram_tokens / max(ngram_windows, 1))
 
 
-def greedy_chats(corpus: Corpus) -> Corpus:
-    """The chats whose answers follow the model's own predictions, from where the answer begins."""
-    ends = np.cumsum(corpus.lengths)
-    parts = []
-    for end, length in zip(ends, corpus.lengths, strict=True):
-        rows = np.arange(end - length, end)
-        agrees = corpus.tokens[rows[1:]] == corpus.predicted[rows[:-1]]
-        tail = len(agrees) if agrees.all() else int(np.argmin(agrees[::-1]))
-        if tail >= 16:
-            parts.append(rows)
-    if not parts:
-        raise ValueError("no chat of the corpus is greedy")
-    kept = np.concatenate(parts)
-    lengths = np.array([len(part) for part in parts], np.int32)
-    return Corpus(corpus.tokens[kept], corpus.predicted[kept], corpus.hidden[kept], lengths)
+def greedy_tail(corpus: Corpus, span: slice) -> int:
+    """How many of a chat's last tokens are what the model expected most: a greedy answer, from where it begins."""
+    agrees = corpus.tokens[span][1:] == corpus.predicted[span][:-1]
+    return len(agrees) if agrees.all() else int(np.argmin(agrees[::-1]))
 
 
-def ngram_tokens_per_window(corpus: Corpus, drafts: int) -> float:
-    """What suffix n-grams give over the same chats, window after window from each chat's middle on."""
+def ngram_windows_of(text: list[int], answer: int, drafts: int) -> tuple[int, int]:
+    """Windows and tokens that suffix n-grams take for a text's last ``answer`` tokens."""
     section = NgramSection(kind="suffix", min_ngram=3, max_ngram=32, max_proposal_tokens=32)
-    windows = tokens = 0
-    ends = np.cumsum(corpus.lengths)
-    for end, length in zip(ends, corpus.lengths, strict=True):
-        text = corpus.tokens[end - length : end].tolist()
-        at = len(text) // 2
-        while at < len(text):
-            proposer = make_proposer(section)
-            proposer.follow(text[:at])
-            proposed = proposer.propose((), drafts)
-            right = 0
-            while right < len(proposed) and at + right < len(text) and proposed[right] == text[at + right]:
-                right += 1
-            windows, tokens, at = windows + 1, tokens + 1 + right, at + 1 + right
-    return tokens / max(windows, 1)
+    windows, at = 0, len(text) - answer
+    while at < len(text):
+        proposer = make_proposer(section)
+        proposer.follow(text[:at])
+        proposed = proposer.propose((), drafts)
+        right = 0
+        while right < len(proposed) and at + right < len(text) and proposed[right] == text[at + right]:
+            right += 1
+        windows, at = windows + 1, at + 1 + right
+    return windows, answer
