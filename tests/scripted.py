@@ -364,6 +364,14 @@ def _through(states: Column, token: int) -> Column:
     return tuple(above)
 
 
+def logits_behind(text: Sequence[int]) -> np.ndarray:
+    """The target's logits for the token behind a text."""
+    states: Column = tuple(range(LAYERS))
+    for token in text:
+        states = _through(states, token)
+    return _logits(states[-1])
+
+
 def create(settings: StageSettings) -> ScriptedEngine:
     """The engine factory: ``engine = "scripted:create"`` in a deployment."""
     return ScriptedEngine(settings.first_layer, settings.last_layer)

@@ -145,9 +145,7 @@ plans = st.builds(
 )
 
 
-@given(st.data())
-@settings(max_examples=150, deadline=None)
-def test_any_plans_in_any_order_of_events_give_the_reference(data: st.DataObject) -> None:
+def any_plans_in_any_order(data: st.DataObject) -> None:
     """Sessions of all plans together, over cancels, prefix hits, ends in windows and tiny KV budgets."""
     draw = data.draw
     wrong, seed = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), draw(st.integers(0, 99))
@@ -200,6 +198,19 @@ def test_any_plans_in_any_order_of_events_give_the_reference(data: st.DataObject
             assert isinstance(seen.error, Cancelled)
             assert session in cancelled
             assert seen.tokens == expected[: len(seen.tokens)]
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_any_plans_in_any_order_of_events_give_the_reference(data: st.DataObject) -> None:
+    any_plans_in_any_order(data)
+
+
+@pytest.mark.slow
+@given(st.data())
+@settings(max_examples=5000)
+def test_five_thousand_plans(data: st.DataObject) -> None:
+    any_plans_in_any_order(data)
 
 
 def test_windows_go_on_while_other_groups_are_out() -> None:
