@@ -15,10 +15,6 @@ from skippy_tools.bench.speculation_rows import Sample, Setting, ratios, row_of
 from skippy_tools.paths import HEAD_FILE
 
 
-def rate(setting: Setting, *rates: float, serial: tuple[float, ...] = ()) -> object:
-    return row_of(setting, [Sample(r, 10, 7) for r in rates], [Sample(r) for r in serial] or None)
-
-
 def test_a_row_is_the_median_and_its_times_are_of_pairs() -> None:
     row = row_of(
         Setting("server", "copy", "ngram", 2, 8, 2),
