@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,7 +50,12 @@ def test_a_head_that_hangs_is_a_lost_stage() -> None:
         stage.engine.draft_fault = fault
         client = s.submit([1, 2], 30, speculation=PLAN)
         stage.engine_is_stuck.wait()
-        s.let_pass(101.0)
+        client.wait_for_tokens(1)  # the result is read, and now its drafts are waited for
+        for _ in range(100):
+            s.let_pass(101.0)
+            time.sleep(0.05)
+            if client.ended:
+                break
         assert client.finish().startswith("INTERNAL: stage_1: no answer within 100 s")
         stage.engine.draft_fault = None
         stage.heal()
