@@ -21,9 +21,11 @@ from skippy_client.types import (
     Chunk,
     GenerateOptions,
     Generation,
+    HeadStatus,
     Message,
     PrefixStatus,
     ServerStatus,
+    SpeculationStatus,
     StageStatus,
     Timings,
 )
@@ -37,6 +39,7 @@ __all__ = [
     "GenerationCancelled",
     "GenerationStream",
     "GenerationTimeout",
+    "HeadStatus",
     "InvalidRequest",
     "Message",
     "PrefixStatus",
@@ -45,6 +48,7 @@ __all__ = [
     "ServerUnavailable",
     "SkippyClient",
     "SkippyError",
+    "SpeculationStatus",
     "StageStatus",
     "Timings",
 ]

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from skippy_client.cli_output import number, part_of
 from skippy_client.cli_prefix import prefix_line, prefix_table
+from skippy_client.cli_speculation import head_line, speculation_line
 from skippy_client.errors import ServerUnavailable
 from skippy_client.sync import SkippyClient
 from skippy_client.types import ServerStatus, StageStatus
@@ -60,9 +61,9 @@ def _looks(client: SkippyClient) -> Iterator[RenderableType]:
 
 def busy_shares(before: ServerStatus, after: ServerStatus, elapsed_s: float) -> dict[str, float]:
     """The share of the time between two looks that each stage computed, by its name."""
-    earlier = {stage.name: stage.busy_us for stage in before.stages}
+    earlier = {stage.name: stage.busy_us for stage in _all_stages(before)}
     shares = {}
-    for stage in after.stages:
+    for stage in _all_stages(after):
         start = earlier.get(stage.name)
         # A counter that went back belongs to a stage that started anew.
         if start is not None and stage.busy_us is not None and stage.busy_us >= start:
@@ -73,7 +74,8 @@ def busy_shares(before: ServerStatus, after: ServerStatus, elapsed_s: float) -> 
 def render_status(status: ServerStatus, busy: dict[str, float] | None = None) -> RenderableType:
     """The server's lines and the tables of its stages; ``busy`` replaces the busy seconds by shares.
 
-    What is about the prefix cache is left out for a server that says nothing of one.
+    What is about prefix cache, speculation and MTP head is left out for a server that says nothing of one. The stage
+    of a draft model is the last row.
     """
     line = Text.assemble(
         ("ready", "bold green") if status.ready else ("not ready", "bold red"),
@@ -82,19 +84,24 @@ def render_status(status: ServerStatus, busy: dict[str, float] | None = None) ->
     )
     if status.reason:
         line.append(f"\n{status.reason}", style="yellow")
-    if (totals := prefix_line(status)) is not None:
-        line.append("\n").append_text(totals)
+    for more in (prefix_line(status), speculation_line(status), head_line(status)):
+        if more is not None:
+            line.append("\n").append_text(more)
     return Group(line, *_tables(status, busy or {}))
 
 
 def _tables(status: ServerStatus, busy: dict[str, float]) -> Iterator[RenderableType]:
     """The tables, each after an empty line."""
-    if status.stages:
+    if _all_stages(status):
         yield Text()
         yield _stage_table(status, busy)
     if (prefixes := prefix_table(status)) is not None:
         yield Text()
         yield prefixes
+
+
+def _all_stages(status: ServerStatus) -> tuple[StageStatus, ...]:
+    return status.stages if status.draft is None else (*status.stages, status.draft)
 
 
 def _stage_table(status: ServerStatus, busy: dict[str, float]) -> Table:
@@ -104,7 +111,7 @@ def _stage_table(status: ServerStatus, busy: dict[str, float]) -> Table:
     for name in ("sessions", "KV blocks", "frames", "rows", "busy", "memory"):
         table.add_column(name, justify="right")
     table.add_column("last error")
-    for stage in status.stages:
+    for stage in _all_stages(status):
         table.add_row(*map(Text, _cells(stage, busy.get(stage.name))))
     return table
 

@@ -159,6 +159,40 @@ class PrefixStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadStatus:
+    """What the MTP head of the last stage did since the stage started; None is what it didn't report.
+
+    Attributes:
+        layers: layers that it has; 0 for a stage without a head.
+        drafts: tokens that it drafted.
+        failures: frames whose drafts were lost to a fault of the head; their requests went on without.
+        busy_us: microseconds that it computed.
+    """
+
+    layers: int | None = None
+    drafts: int | None = None
+    failures: int | None = None
+    busy_us: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStatus:
+    """What came of guessing ahead since the server started; None is what it didn't report.
+
+    Attributes:
+        draft_tokens: tokens that were guessed and verified.
+        accepted_draft_tokens: those of them that were right.
+        mean_acceptance_length: tokens per verify window, the target's own token included.
+        by_source: guessed tokens and right ones, by what guessed them: ``suffix``, ``native-mtp``, ...
+    """
+
+    draft_tokens: int | None = None
+    accepted_draft_tokens: int | None = None
+    mean_acceptance_length: float | None = None
+    by_source: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
 class StageStatus:
     """One stage as the server sees it; None is what it didn't report.
 
@@ -182,6 +216,7 @@ class StageStatus:
     rss_bytes: int | None = None
     last_error: str | None = None
     prefix: PrefixStatus | None = None
+    head: HeadStatus | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
@@ -190,6 +225,7 @@ class ServerStatus:
     """The server's own view of itself: ``reason`` says why it isn't ready.
 
     ``counters`` are totals since the server started, by the server's names; times in it are milliseconds.
+    ``draft`` is the stage of the draft model, where the deployment has one.
     """
 
     ready: bool
@@ -199,4 +235,6 @@ class ServerStatus:
     waiting: int | None
     stages: tuple[StageStatus, ...]
     counters: Mapping[str, float] = field(default_factory=dict, hash=False)
+    speculation: SpeculationStatus | None = None
+    draft: StageStatus | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -14,7 +14,15 @@ from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 from skippy_client import checks
 from skippy_client.error_mapping import error_of_message
 from skippy_client.errors import InvalidRequest, ServerFault
-from skippy_client.types import Chunk, GenerateOptions, PrefixStatus, ServerStatus, StageStatus
+from skippy_client.types import (
+    Chunk,
+    GenerateOptions,
+    HeadStatus,
+    PrefixStatus,
+    ServerStatus,
+    SpeculationStatus,
+    StageStatus,
+)
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
@@ -176,6 +184,7 @@ def parse_status(text: str | bytes) -> ServerStatus:
     """The status in the server's JSON; what is missing or of another type is None."""
     report = _object("status", text)
     stages, counters = report.get("stages"), report.get("counters")
+    speculation, draft = report.get("speculation"), report.get("draft")
     return ServerStatus(
         ready=report.get("ready") is True,
         reason=_text(report, "reason") or "",
@@ -188,6 +197,8 @@ def parse_status(text: str | bytes) -> ServerStatus:
         counters={name: value for name, value in counters.items() if _is_number(value)}
         if isinstance(counters, dict)
         else {},
+        speculation=_speculation(speculation) if isinstance(speculation, dict) else None,
+        draft=_stage(draft) if isinstance(draft, dict) else None,
         raw=report,
     )
 
@@ -204,7 +215,7 @@ _PREFIX_COUNTS: Final = (
 
 
 def _stage(report: dict[str, Any]) -> StageStatus:
-    prefix = report.get("prefix")
+    prefix, head = report.get("prefix"), report.get("head")
     return StageStatus(
         name=_text(report, "name") or "?",
         ready=report.get("ready") is True,
@@ -212,6 +223,9 @@ def _stage(report: dict[str, Any]) -> StageStatus:
         engine=_text(report, "engine"),
         last_error=_text(report, "last_error"),
         prefix=_prefix(prefix) if isinstance(prefix, dict) else None,
+        head=HeadStatus(**{name: _count(head, name) for name in ("layers", "drafts", "failures", "busy_us")})
+        if isinstance(head, dict)
+        else None,
         raw=report,
         **{name: _count(report, name) for name in _STAGE_COUNTS},
     )
@@ -220,6 +234,20 @@ def _stage(report: dict[str, Any]) -> StageStatus:
 def _prefix(report: dict[str, Any]) -> PrefixStatus:
     return PrefixStatus(
         payload=_text(report, "payload"), **{name: _count(report, name) for name in _PREFIX_COUNTS}
+    )
+
+
+def _speculation(report: dict[str, Any]) -> SpeculationStatus:
+    length, sources = report.get("mean_acceptance_length"), report.get("by_source")
+    return SpeculationStatus(
+        draft_tokens=_count(report, "draft_tokens"),
+        accepted_draft_tokens=_count(report, "accepted_draft_tokens"),
+        mean_acceptance_length=float(length) if isinstance(length, int | float) else None,
+        by_source={
+            source: (_count(of, "tokens") or 0, _count(of, "accepted") or 0)
+            for source, of in (sources.items() if isinstance(sources, dict) else ())
+            if isinstance(of, dict)
+        },
     )
 
 

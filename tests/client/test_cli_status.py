@@ -126,3 +126,71 @@ def test_prefix_cache_fits_the_plain_width() -> None:
     text = status_text({"ready": True, "stages": [{"name": "skippy_stage_0", "prefix": large}]})
     assert "…" not in text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= PLAIN_WIDTH
+
+
+@pytest.mark.parametrize(
+    ("speculation", "line"),
+    [
+        (
+            {
+                "draft_tokens": 2000,
+                "accepted_draft_tokens": 500,
+                "mean_acceptance_length": 1.625,
+                "by_source": {
+                    "suffix": {"tokens": 1500, "accepted": 450},
+                    "native-mtp": {"tokens": 500, "accepted": 50},
+                    "cache": {"tokens": 0, "accepted": 0},
+                },
+            },
+            "speculation  right 500/2,000 (25%)  tokens per window 1.62  suffix 30%  native-mtp 10%",
+        ),
+        ({"draft_tokens": 4, "accepted_draft_tokens": 0}, "speculation  right 0/4 (0%)"),
+        ({"draft_tokens": 4, "by_source": ["suffix"]}, "speculation  right -/4"),
+        ({"draft_tokens": 0, "accepted_draft_tokens": 0, "mean_acceptance_length": 0.0}, None),
+        ("much", None),
+        (None, None),
+    ],
+)
+def test_speculation_totals(speculation: object, line: str | None) -> None:
+    text = status_text({"ready": True, "speculation": speculation})
+    shown = [shown.rstrip() for shown in text.splitlines() if "speculation" in shown]
+    assert shown == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(
+    ("head", "line"),
+    [
+        (
+            {"layers": 1, "drafts": 1234, "failures": 0, "busy_us": 2_500_000},
+            "MTP head  drafts 1,234  busy 2.5 s",
+        ),
+        (
+            {"layers": 1, "drafts": 5, "failures": 2, "busy_us": 100_000},
+            "MTP head  drafts 5  busy 0.1 s  failures 2",
+        ),
+        ({"layers": 0, "drafts": 0, "failures": 0, "busy_us": 0}, None),
+        (None, None),
+    ],
+)
+def test_the_head_of_the_last_stage(head: object, line: str | None) -> None:
+    stages = [{"name": "a", "ready": True}, {"name": "b", "ready": True, "head": head}]
+    text = status_text({"ready": True, "stages": stages})
+    assert [row.rstrip() for row in text.splitlines() if "head" in row] == ([] if line is None else [line])
+
+
+def test_the_draft_models_stage_is_the_last_row() -> None:
+    draft = {
+        "name": "skippy_draft",
+        "ready": False,
+        "reason": "starting",
+        "sessions": 3,
+        "busy_us": 1_000_000,
+    }
+    report = {"ready": True, "stages": [{"name": "skippy_stage_0", "ready": True}], "draft": draft}
+    *_, stage, last = [row.split() for row in status_text(report).splitlines() if row.startswith("skippy")]
+    assert stage[:2] == ["skippy_stage_0", "ready"]
+    assert last[:4] == ["skippy_draft", "not", "ready:", "starting"]
+    before, after = (
+        wire.parse_status(json.dumps({"draft": {"name": "d", "busy_us": busy}})) for busy in (0, 500_000)
+    )
+    assert busy_shares(before, after, 2.0) == {"d": 0.25}
