@@ -70,6 +70,13 @@ class NgramSection(Section, frozen=True, kw_only=True):
         int, Meta(ge=1, description="Tokens of a match that are looked at; at most 4 with `cache`, else 64.")
     ]
     max_proposal_tokens: Annotated[int, Meta(ge=1, le=512, description="Tokens of a proposal at most.")]
+    resume: Annotated[
+        bool,
+        Meta(
+            description="With `suffix`: whether a copy is followed past a token that differs from its source, as in an "
+            "edit; spec 7.8 waits for min_ngram tokens that match again."
+        ),
+    ] = True
 
     def __post_init__(self) -> None:
         least, most = _LEAST_NGRAM[self.kind], _MOST_NGRAM[self.kind]

@@ -48,7 +48,7 @@ def transformers_or_not(console: Console) -> bool:
     """Whether transformers can be measured; says so if not."""
     if installed("transformers") and installed("accelerate"):
         return True
-    console.print("left out: transformers is not installed (pip install '.[bench]')")
+    console.print("left out: transformers is not installed (pip install '.[bench]')", markup=False)
     return False
 
 
@@ -56,7 +56,8 @@ def llama_cpp_or_not(model: Path, cache: Path, console: Console) -> Path | None:
     """The model as an F16 file for llama.cpp, converted on first use; says so where there can be none."""
     if not installed("llama_cpp"):
         console.print(
-            "left out: llama.cpp is not installed (pip install '.[llama-cpp]'; compiles for minutes)"
+            "left out: llama.cpp is not installed (pip install '.[llama-cpp]'; compiles for minutes)",
+            markup=False,
         )
     elif model.suffix != ".gguf":
         console.print("left out: llama.cpp needs a GGUF file, the deployment's model is a folder")

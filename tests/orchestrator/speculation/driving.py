@@ -23,7 +23,7 @@ from tests.orchestrator.speculation.reference import Draft, ReferencePlan, Targe
 
 
 def plan_of(reference: ReferencePlan, *, redraft: bool = False, **changes: Any) -> SpeculationPlan:
-    """The same plan in the product's words; what the spec does not have, back-off and ``redraft``, is off."""
+    """The same plan in the product's words; back-off, ``redraft`` and resumed copies, which the spec lacks, are off."""
     ngram = reference.ngram
     sections: dict[str, Any] = {
         "native_mtp": NativeMtpSection(
@@ -36,7 +36,11 @@ def plan_of(reference: ReferencePlan, *, redraft: bool = False, **changes: Any) 
             suppress_cooldown_draft_limit=reference.suppress_limit,
         ),
         "ngram": NgramSection(
-            kind="suffix", min_ngram=ngram[0], max_ngram=ngram[1], max_proposal_tokens=ngram[2]
+            kind="suffix",
+            min_ngram=ngram[0],
+            max_ngram=ngram[1],
+            max_proposal_tokens=ngram[2],
+            resume=False,
         )
         if ngram
         else None,

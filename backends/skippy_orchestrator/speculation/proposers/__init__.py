@@ -32,7 +32,7 @@ def make_proposer(section: NgramSection) -> Proposer:
     limits = (section.min_ngram, section.max_ngram, section.max_proposal_tokens)
     match section.kind:
         case "suffix":
-            return SuffixProposer(*limits)
+            return SuffixProposer(*limits, resume=section.resume)
         case "cache":
             return CacheProposer(*limits)
         case "simple":

@@ -14,8 +14,10 @@ from skippy_orchestrator.speculation.proposers import Proposer, make_proposer
 from tests.orchestrator.speculation.reference import Suffix
 
 
-def proposer(kind: NgramKind, least: int, most: int, proposal: int) -> Proposer:
-    section = NgramSection(kind=kind, min_ngram=least, max_ngram=most, max_proposal_tokens=proposal)
+def proposer(kind: NgramKind, least: int, most: int, proposal: int, *, resume: bool = False) -> Proposer:
+    section = NgramSection(
+        kind=kind, min_ngram=least, max_ngram=most, max_proposal_tokens=proposal, resume=resume
+    )
     return make_proposer(section)
 
 
@@ -101,6 +103,52 @@ def test_suffix_equals_a_search_without_an_index(
         suffix.follow(history)
         for after in (continuation, [], continuation):
             assert suffix.propose(after, asked) == naive.propose(history, after, asked)
+
+
+# A copy with edits (ours)
+
+SOURCE = [*range(100, 130), 7]
+
+
+@pytest.mark.parametrize(
+    ("copied", "expected"),
+    [
+        ([*range(100, 112), 1], range(113, 121)),
+        ([*range(100, 112), 1, 113], range(114, 122)),
+        ([*range(100, 112), 113], range(114, 122)),
+        ([*range(100, 112), 1, 2], ()),
+        ([*range(100, 112), 1, *range(113, 117)], range(117, 125)),
+        ([*range(100, 112), 1, *range(113, 123), 1], range(124, 130)),
+        ([*range(100, 107), 1], ()),
+        ([1], ()),
+    ],
+)
+def test_a_copy_is_followed_past_one_token_that_differs(copied: list[int], expected: Sequence[int]) -> None:
+    suffix = proposer("suffix", 3, 32, 32, resume=True)
+    for end in range(len(SOURCE), len(SOURCE) + len(copied) + 1):
+        suffix.follow([*SOURCE, *copied][:end])
+        proposed = suffix.propose((), 8)
+    assert proposed[: len(expected)] == list(expected)
+    assert bool(proposed) == bool(expected)
+    assert suffix.stats.proposed_tokens >= len(proposed)
+
+
+@given(st.lists(st.integers(1, 5), max_size=60), st.integers(1, 12), st.lists(st.integers(1, 5), max_size=4))
+def test_a_resumed_copy_takes_nothing_from_what_a_match_gives(
+    text: list[int], limit: int, behind: list[int]
+) -> None:
+    """Same drafts wherever a suffix matches; only where none does there is something more, out of the text."""
+    plain, resumes = (proposer("suffix", 3, 16, 12, resume=resume) for resume in (False, True))
+    for end in range(1, len(text) + 1):
+        for each in (plain, resumes):
+            each.follow(text[:end])
+        expected, drafts = plain.propose((), limit), resumes.propose((), limit)
+        if expected:
+            assert drafts == expected
+        elif drafts:
+            assert len(drafts) <= min(limit, 8)
+            assert any(text[i : i + len(drafts)] == drafts for i in range(end - len(drafts) + 1))
+        assert resumes.propose(behind, limit) == plain.propose(behind, limit) or not behind
 
 
 # Cache (12.10)
