@@ -10,7 +10,16 @@ from skippy_stage.engines.base import Batch, SequenceRows
 from skippy_stage.settings import StageSettings
 from skippy_stage.weights import locate
 from skippy_tools.bench import modelled
-from skippy_tools.bench.speculation_plan import KINDS, SERIAL, deployment_of, prompts_of, ways
+from skippy_tools.bench.report import median_interval
+from skippy_tools.bench.speculation_plan import (
+    FULL,
+    KINDS,
+    SERIAL,
+    deployment_of,
+    narrowed,
+    prompts_of,
+    ways,
+)
 from skippy_tools.bench.speculation_rows import Sample, Setting, ratios, row_of
 from skippy_tools.paths import HEAD_FILE
 
@@ -22,7 +31,34 @@ def test_a_row_is_the_median_and_its_times_are_of_pairs() -> None:
         [Sample(30), Sample(30), Sample(20)],
     )
     assert (row.decode_tokens_per_s, row.acceptance) == (60, 0.75)
-    assert (row.times_serial, row.times_serial_range) == (3.0, (1.0, 3.0))
+    assert (row.times_serial, row.times_serial_interval) == (3.0, (1.0, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("values", "interval"),
+    [
+        ([], None),
+        ([2.0], (2.0, 2.0)),
+        ([3.0, 1.0, 2.0, 5.0, 4.0], (1.0, 5.0)),
+        ([*range(6)], (0, 5)),
+        ([*range(8)], (0, 7)),
+        ([*range(9)], (1, 7)),
+        ([*range(15)], (3, 11)),
+        ([*range(20)], (5, 14)),
+    ],
+)
+def test_the_interval_of_a_median(values: list[float], interval: tuple[float, float] | None) -> None:
+    """Against a table of the sign test: 1 of 6 to 8 values from each end, 2 of 9, 4 of 15, 6 of 20."""
+    assert median_interval(values) == interval
+
+
+def test_a_part_of_the_plan_is_measured_alone() -> None:
+    plan = narrowed(FULL, kinds=["random"], stages=[2], depths=[], rounds=15, tokens=None)
+    assert (plan.kinds, plan.stages, plan.depths) == (("random",), (2,), FULL.depths)
+    assert (plan.rounds, plan.tokens, plan.parts) == (15, FULL.tokens, FULL.parts)
+    for chosen in ({"kinds": ["poems"]}, {"parts": ["peer"]}):
+        with pytest.raises(ValueError, match=r"expected some of (copy|peers), "):
+            narrowed(FULL, **chosen)
 
 
 def test_what_rows_say_about_each_other() -> None:

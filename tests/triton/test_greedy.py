@@ -64,10 +64,10 @@ def test_token_ids_as_prompt_give_the_same(f32_client: SkippyClient) -> None:
 
 def test_streamed_pieces_are_the_whole(f32_client: SkippyClient) -> None:
     """D-03: no half characters in a stream, and the stream is the text."""
-    for name in ("emoji", "chinese", "japanese", "german_letter"):
-        case = next(c for c in CASES if c.name == name)
+    cases = [case for case in CASES if case.name in ("emoji", "chinese", "japanese", "german_letter")]
+    wholes = ran(generate_all(f32_client, [case.request() for case in cases]))
+    for case, whole in zip(cases, wholes, strict=True):
         chunks = list(f32_client.stream(**case.request()))  # type: ignore[arg-type]
-        whole = f32_client.generate(**case.request())  # type: ignore[arg-type]
         assert "".join(c.text for c in chunks) == whole.text
         for chunk in chunks[:-1]:
             assert "\ufffd" not in chunk.text or "\ufffd" in case.text
@@ -79,8 +79,11 @@ def test_all_prompts_at_once_in_one_batch(f32_client: SkippyClient) -> None:
         golden.assert_agrees(case, result.token_ids, F32_TIE)
 
 
-@pytest.mark.parametrize("stages", [1, 3, 5])
+@pytest.mark.parametrize(
+    "stages", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 5]
+)
 def test_other_cuts_of_the_model_agree(stages: int) -> None:
+    """One and three stages are also those of test_speculation."""
     for server in f32(stages):
         with client_of(server) as client:
             assert len(client.status().stages) == stages

@@ -90,19 +90,53 @@ def speculation(
     head: Annotated[
         Path | None, typer.Option(help="An MTP head for the model; the one in heads/ by default, if it fits.")
     ] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="Measure this part alone: peers, server or links; repeatable.")
+    ] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Only such prompts: copy, chat, code or random; repeatable.")
+    ] = None,
+    stages: Annotated[list[int] | None, typer.Option(min=1, help="Only so many stages; repeatable.")] = None,
+    depth: Annotated[
+        list[int] | None, typer.Option(min=1, max=8, help="Only so many windows in flight; repeatable.")
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, max=8, help="Only so many streams at a time; repeatable.")
+    ] = None,
+    delay: Annotated[
+        list[float] | None, typer.Option(min=0, help="Only links so slow, in ms; repeatable.")
+    ] = None,
+    width: Annotated[
+        list[int] | None, typer.Option(min=1, max=16, help="Only windows so wide on slow links; repeatable.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of everything.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=8, help="Tokens of an answer.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Decode rates with and without guessing ahead: by prompts, proposer, depth, stages and link delay.
 
     Prompts that copy, chats, code and random text; n-grams, an MTP head and both together; transformers and
     llama.cpp with their own prompt lookup. Then slow links between four stages, with stages that compute and with
-    stages that only wait. Example: ./scripts/bench speculation --quick --json rows.json
+    stages that only wait. Without options it takes more than an hour.
+
+    Examples:
+
+      ./scripts/bench speculation --quick --json rows.json
+
+      ./scripts/bench speculation --part server --kind random --stages 2 --depth 2 --concurrency 1 --rounds 15
     """
     with _errors_as_lines():
         measured = load_deployment(deployment)
         if head is None and measured.model.path == ModelSection().path and HEAD_FILE.exists():
             head = HEAD_FILE
-        plan = speculation_plan.QUICK if quick else speculation_plan.FULL
+        try:
+            plan = speculation_plan.narrowed(
+                speculation_plan.QUICK if quick else speculation_plan.FULL,
+                parts=part, kinds=kind, stages=stages, depths=depth, concurrency=concurrency,
+                delays_ms=delay, widths=width, rounds=rounds, tokens=tokens,
+            )  # fmt: skip
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
         rows = run_speculation(measured, plan, head, CACHE, console)
     print_speculation_rows(console, rows)
     if json_file is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,6 +16,20 @@ def median(values: Sequence[float | None]) -> float | None:
     """The median of what was measured, to two decimals; None where nothing was."""
     known = [value for value in values if value is not None]
     return round(statistics.median(known), 2) if known else None
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Where the true median lies with 95 % confidence, whatever the distribution; the whole range below 6 values.
+
+    Between the k-th least and the k-th largest value, by the sign test.
+    """
+    if not values:
+        return None
+    ordered, count = sorted(values), len(values)
+    least = 1
+    while 2 * sum(math.comb(count, i) for i in range(least + 1)) / 2**count <= 0.05:
+        least += 1
+    return round(ordered[least - 1], 2), round(ordered[-least], 2)
 
 
 class Ratios:

@@ -43,15 +43,18 @@ def run_speculation(
     """Measure peers, then the server; serial decoding takes turns with whatever is compared with it."""
     model = locate(deployment.model.path)
     text = TextModel.load(model)
-    prompts = {kind: prompts_of(kind, text, max(plan.concurrency)) for kind in plan.kinds}
+    kinds = dict.fromkeys((*plan.kinds, "copy"))
+    prompts = {kind: prompts_of(kind, text, max(plan.concurrency)) for kind in kinds}
     has_head = head is not None or open_checkpoint(model).config.mtp_layers > 0
     rows: list[SpeculationRow] = []
     with ServerPool() as pool:
-        cases = [
-            *_peers(model, {kind: many[0] for kind, many in prompts.items()}, plan, cache, console),
-            *_servers(deployment, plan, prompts, head, pool, has_head=has_head),
-            *_slow_links(deployment, plan, prompts, pool),
-        ]
+        firsts = {kind: prompts[kind][0] for kind in plan.kinds}
+        parts: dict[str, Iterator[Case]] = {
+            "peers": _peers(model, firsts, plan, cache, console),
+            "server": _servers(deployment, plan, prompts, head, pool, has_head=has_head),
+            "links": _slow_links(deployment, plan, prompts, pool),
+        }
+        cases = [case for part in plan.parts for case in parts[part]]
         with progress(console, len(cases)) as advance:
             for name, run in cases:
                 advance(name, 0)

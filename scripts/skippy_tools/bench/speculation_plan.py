@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +17,8 @@ from skippy_tools.bench.running import with_stages
 from skippy_tools.bench.workload import Tokens
 
 KINDS: Final = ("copy", "chat", "code", "random")
+PARTS: Final = ("peers", "server", "links")
+"""Other programs; this server by kind of prompt, stages and depth; this server with slow links."""
 RANDOM_TEMPERATURE: Final = 1.0
 """Random prompts are answered with sampled tokens: greedy ones would soon repeat themselves."""
 RANDOM_SEED: Final = 7
@@ -104,10 +106,24 @@ class Plan:
     """Of the simulated links, on four stages with copy prompts."""
     widths: tuple[int, ...]
     """Window widths that each depth may choose from where links are slow."""
+    parts: tuple[str, ...] = PARTS
 
 
 QUICK: Final = Plan(("copy", "chat", "random"), (2,), (2,), (1,), 48, 2, (20.0,), (8,))
 FULL: Final = Plan(KINDS, (1, 2, 4), (1, 2, 4), (1, 8), 128, 5, (0.0, 5.0, 20.0), (1, 2, 4, 8, 16))
+
+
+def narrowed(plan: Plan, **chosen: Sequence[object] | int | None) -> Plan:
+    """The plan with what was chosen instead; None and nothing chosen leave a field as it is.
+
+    Raises ValueError for a kind of prompts or a part that does not exist.
+    """
+    given = {name: tuple(v) if isinstance(v, list | tuple) else v for name, v in chosen.items() if v}
+    for name, known in (("kinds", KINDS), ("parts", PARTS)):
+        for value in given.get(name) or ():  # type: ignore[union-attr]
+            if value not in known:
+                raise ValueError(f"{name}: got {value!r}, expected some of {', '.join(known)}")
+    return replace(plan, **given)  # type: ignore[arg-type]
 
 
 def ways(depths: Sequence[int], *, head: bool) -> list[Way]:

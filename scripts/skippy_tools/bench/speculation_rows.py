@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
-from skippy_tools.bench.report import Ratios, median
+from skippy_tools.bench.report import Ratios, median, median_interval
+
+_SURE_ROUNDS: Final = 6
+"""Rounds from which the interval of a median is one of 95 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,8 @@ class SpeculationRow:
     """Share of the drafts that was right; None where there were none, or where the subject doesn't say."""
     times_serial: float | None = None
     """Median over the rounds of the rate as against serial decoding in the same round."""
-    times_serial_range: tuple[float, float] | None = None
-    """Least and most of that over the rounds."""
+    times_serial_interval: tuple[float, float] | None = None
+    """Where the true median lies with 95 % confidence; with fewer than six rounds least and most of them."""
     rounds: int = 1
 
 
@@ -72,7 +76,7 @@ def row_of(setting: Setting, samples: Sequence[Sample], serial: Sequence[Sample]
         decode_tokens_per_s=round(statistics.median(s.decode_tokens_per_s for s in samples), 2),
         acceptance=round(accepted / drafts, 3) if drafts else None,
         times_serial=median(times),
-        times_serial_range=(round(min(times), 2), round(max(times), 2)) if times else None,
+        times_serial_interval=median_interval(times),
         rounds=len(samples),
     )
 
@@ -120,7 +124,18 @@ def ratios(rows: Sequence[SpeculationRow]) -> list[str]:
                 theirs = _rate(row for row in rows if row.subject == peer and row.prompt_kind == kind)
                 said.add(f"{kind}, {stages} stages: ngram / {peer}", own, theirs)
     _add_delays(said, rows)
-    return said.lines
+    return [*said.lines, *_intervals(rows)]
+
+
+def _intervals(rows: Sequence[SpeculationRow]) -> Iterator[str]:
+    """Text in which there is nothing to guess: what guessing costs, and how sure that is."""
+    for row in rows:
+        if row.prompt_kind == "random" and row.times_serial_interval and row.rounds >= _SURE_ROUNDS:
+            least, most = row.times_serial_interval
+            yield (
+                f"random, {row.stages} stages, {row.concurrency} at a time: {row.proposer} {row.window}x{row.depth} / serial "
+                f"in {row.rounds} pairs: {row.times_serial}x (95 %: {least} to {most})"
+            )
 
 
 def _add_delays(said: Ratios, rows: Sequence[SpeculationRow]) -> None:

@@ -21,6 +21,8 @@ BATCH_ROWS: Final = 2048
 PEAK_RATE: Final = 1e-3
 WEIGHTS: Final = (1.0, 0.7, 0.5)
 """Of the first, second and third draft in the loss."""
+ROW_WEIGHT: Final = 1.0
+"""Of the distance between rows, in the loss of a draft."""
 _UNKNOWN: Final = -100
 _LEAST_ANSWER: Final = 16
 """Tokens; shorter greedy endings are chance."""
@@ -78,6 +80,18 @@ def drafts_of(head: TrainedHead, chats: Chats, depth: int) -> Iterator[tuple[tor
         hidden = rows[:, :-1]
 
 
+def distillation_loss(head: TrainedHead, rows: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """How far the head's rows are from the model's own rows there, and what they predict from what those predict.
+
+    Both ``[rows, hidden]`` behind their final norms. The whole distribution says more than its best token, and rows
+    that are alike say where it comes from (EAGLE, arXiv 2401.15077, section 3.2).
+    """
+    with torch.no_grad():
+        wanted = head.logits(goal).softmax(-1)
+    guessed = functional.cross_entropy(head.logits(rows), wanted)
+    return guessed + ROW_WEIGHT * functional.smooth_l1_loss(rows, goal)
+
+
 def train(
     head: TrainedHead,
     corpus: Corpus,
@@ -99,9 +113,10 @@ def train(
             for group in optimiser.param_groups:
                 group["lr"] = PEAK_RATE * warm * (0.02 + 0.98 * (0.5 + 0.5 * math.cos(math.pi * done)))
             total = torch.zeros(())
-            for weight, (rows, labels) in zip(WEIGHTS, drafts_of(head, chats, depth), strict=False):
+            for draft, (rows, labels) in enumerate(drafts_of(head, chats, depth)):
                 known = labels != _UNKNOWN
-                total = total + weight * functional.cross_entropy(head.logits(rows[known]), labels[known])
+                goal = chats.hidden[:, 1 + draft :][known]
+                total = total + WEIGHTS[draft] * distillation_loss(head, rows[known], goal)
             optimiser.zero_grad()
             torch.autograd.backward(total)
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
