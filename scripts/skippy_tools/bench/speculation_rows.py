@@ -133,8 +133,8 @@ def _intervals(rows: Sequence[SpeculationRow]) -> Iterator[str]:
         if row.prompt_kind == "random" and row.times_serial_interval and row.rounds >= _SURE_ROUNDS:
             least, most = row.times_serial_interval
             yield (
-                f"random, {row.stages} stages, {row.concurrency} at a time: {row.proposer} {row.window}x{row.depth} / serial "
-                f"in {row.rounds} pairs: {row.times_serial}x (95 %: {least} to {most})"
+                f"random, {row.stages} stages, {row.concurrency} at a time: {row.proposer} {row.window}x{row.depth} "
+                f"/ serial in {row.rounds} pairs: {row.times_serial}x (95 %: {least} to {most})"
             )
 
 
