@@ -120,3 +120,10 @@ def test_modelled_stages_give_one_text_however_they_are_cut() -> None:
     assert cut is not None
     np.testing.assert_array_equal(alone, cut)
     assert alone.argmax(1).tolist() == [198 - 128, 199 - 128, 200 - 128]
+
+
+def test_modelled_text_goes_on_with_what_its_prompt_repeats() -> None:
+    copied = [*range(100, 130)]
+    assert modelled.period_of([7, 8, *copied, 9, *copied[:20]]) == 31
+    assert modelled.period_of([1, 2] * 20) == 2
+    assert modelled.period_of(copied) == modelled.period_of([1]) == modelled.PERIOD

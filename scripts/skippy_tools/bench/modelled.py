@@ -1,8 +1,8 @@
 """A stage that waits instead of computing: ``engine = "skippy_tools.bench.modelled:create"``.
 
 Four stages on one machine share its cores; four machines do not. Here a frame takes the time that a stage of its
-own would, so that what slow links cost, and what windows in flight win back, is seen alone. The text it gives repeats
-what it was given, with a new token now and then, as an edit of a file does.
+own would, so that what slow links cost, and what windows in flight win back, is seen alone. The text it gives goes on
+with what its prompt repeats, with a new token now and then, as an edit of a file does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from skippy_stage.settings import StageSettings
 from skippy_stage.weights import locate, open_checkpoint
 
 PERIOD: Final = 128
-"""The text repeats itself after so many tokens."""
+"""A text that repeats nothing yet begins to repeat itself after so many tokens."""
+REPEATED: Final = 16
+"""Tokens at the end of a prompt that came before in it: the text goes on as it did there."""
 EDIT_EVERY: Final = 96
 """But for every so many-th token, which nothing foretells."""
 FRAME_S: Final = 0.004
@@ -36,6 +38,7 @@ class ModelledEngine:
         config = open_checkpoint(locate(settings.model)).config
         self._sequences = SequenceStore(settings.kv_tokens, settings.kv_block_tokens)
         self._texts: dict[int, list[int]] = {}
+        self._periods: dict[int, int] = {}
         self.info = EngineInfo(
             engine="modelled",
             architecture=config.architecture,
@@ -60,6 +63,7 @@ class ModelledEngine:
         """See StageEngine."""
         self._sequences.close(sequence)
         self._texts.pop(sequence, None)
+        self._periods.pop(sequence, None)
 
     def cached(self, sequence: int) -> int:
         """See StageEngine."""
@@ -76,7 +80,10 @@ class ModelledEngine:
             text = self._texts[item.sequence]
             text[item.past :] = [int(token) for token in tokens[start : start + item.rows]]
             end = item.past + item.rows
-            predicted += [self._next(text, end - i) for i in range(item.logits - 1, -1, -1)]
+            if item.logits and item.sequence not in self._periods:
+                self._periods[item.sequence] = period_of(text)
+            for i in range(item.logits - 1, -1, -1):
+                predicted.append(self._next(text, end - i, self._periods[item.sequence]))
             start += item.rows
         time.sleep(max(0.0, started + FRAME_S + ROW_S * start - time.monotonic()))
         if self.info.is_last:
@@ -87,10 +94,10 @@ class ModelledEngine:
         hidden[:, 0] = tokens
         return BatchOutput(hidden=hidden)
 
-    def _next(self, text: Sequence[int], position: int) -> int:
-        if position % EDIT_EVERY == 0 or position < PERIOD:
+    def _next(self, text: Sequence[int], position: int, period: int) -> int:
+        if position % EDIT_EVERY == 0 or position < period:
             return position * 7919 % self.info.vocab_size
-        return text[position - PERIOD]
+        return text[position - period]
 
     def draft(self, rows: Sequence[DraftRows], *, threads: int | None = None) -> list[tuple[int, ...]]:
         """Refused: there is no head."""
@@ -107,6 +114,15 @@ class ModelledEngine:
     def shutdown(self) -> None:
         """See StageEngine."""
         self._texts.clear()
+
+
+def period_of(prompt: Sequence[int]) -> int:
+    """How far back the prompt's end came before, most recently; ``PERIOD`` where it did not."""
+    end = list(prompt[-REPEATED:])
+    for period in range(1, len(prompt) - REPEATED + 1):
+        if list(prompt[-REPEATED - period : -period]) == end:
+            return period
+    return PERIOD
 
 
 def create(settings: StageSettings) -> ModelledEngine:
