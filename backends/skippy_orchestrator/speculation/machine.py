@@ -20,19 +20,14 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from skippy_orchestrator.speculation.buffer import ProposalBuffer
-from skippy_orchestrator.speculation.classify import (
-    classify_serial,
-    classify_window,
-    split_len,
-    threshold_met,
-    under_threshold,
-)
+from skippy_orchestrator.speculation.classify import split_len
 from skippy_orchestrator.speculation.counters import SpeculationCounters
-from skippy_orchestrator.speculation.epoch import Epoch, commit_of
+from skippy_orchestrator.speculation.epoch import Epoch
+from skippy_orchestrator.speculation.judge import Judge
 from skippy_orchestrator.speculation.options import SpeculationOptions
 from skippy_orchestrator.speculation.proposers import Proposer
-from skippy_orchestrator.speculation.sources import NATIVE_MTP, DraftSources
-from skippy_orchestrator.speculation.widths import SerialWidth, VerifyWidth
+from skippy_orchestrator.speculation.sources import DraftSources
+from skippy_orchestrator.speculation.widths import VerifyWidth
 from skippy_orchestrator.speculation.windows import VerifyWindows
 from skippy_orchestrator.speculation.work import Answer, Path, Work
 
@@ -57,14 +52,11 @@ class DecodeMachine:
         self.counters = SpeculationCounters(
             native_mtp=self.sources.native.counters, in_flight=self.windows.stats
         )
-        self.serial_width = SerialWidth(
-            options.plan.speculative_window, adaptive=options.plan.adaptive_speculative_window
-        )
+        self._judge = Judge(options, self.counters, self.sources, max_tokens, end_tokens)
         self.verify_width = VerifyWidth(options.verify_min, options.verify_max)
         self._context = context
         self._start = prompt_tokens
         self._max_tokens = max_tokens
-        self._end_tokens = end_tokens
         self._buffer = ProposalBuffer()
         self._single: Work | None = None
         self._queue: deque[Work] = deque()
@@ -153,7 +145,7 @@ class DecodeMachine:
         """Tokens that the draft model is to draft behind the text before there is a next work; 0 for none."""
         if self.in_flight or self._late is not None or not self.sources.needs_draft_model():
             return 0
-        return min(self._max_tokens - self.generated, self.serial_width.current)
+        return min(self._max_tokens - self.generated, self._judge.serial_width.current)
 
     @property
     def _position(self) -> int:
@@ -240,7 +232,7 @@ class DecodeMachine:
         )
 
     def _serial_window(self, remaining: int) -> Work | None:
-        drafts, source = self.sources.serial_drafts(min(remaining, self.serial_width.current))
+        drafts, source = self.sources.serial_drafts(min(remaining, self._judge.serial_width.current))
         if not drafts:
             return None
         inputs = (self._context[-1], *drafts[:-1])
@@ -266,11 +258,17 @@ class DecodeMachine:
                 self._take_draft(partial(self.sources.native.serial_answer, predicted[0]), draft)
                 return Answer(work, (predicted[0],), 1)
             case Path.SERIAL_WINDOW:
-                return self._serial_verified(work, predicted)
+                return self._judge.serial_window(work, predicted, self.generated)
             case Path.VERIFY_WINDOW:
-                return self._verified(work, predicted, draft)
+                return self._judge.verify_window(work, predicted, draft, self.generated)
             case Path.PIPELINED:
-                return self._pipelined(work, predicted, draft)
+                epoch = self._epoch
+                if epoch is None or work.epoch != epoch.number:
+                    raise ValueError(f"window {work.window} of epoch {work.epoch}, which is over")
+                dependent = self._advance > 0 or epoch.candidates > 0
+                return self._judge.pipelined(
+                    work, epoch, predicted, draft, self.generated, dependent=dependent
+                )
 
     def drafted(self, draft: Sequence[int], now: float) -> None:
         """The draft that followed the last answer, empty for none; dropped when nothing waits for it any more."""
@@ -303,73 +301,6 @@ class DecodeMachine:
             self.counters.verify_s += now - work.sent_at
         self._answered_at = now
         return work
-
-    def _serial_verified(self, work: Work, predicted: Sequence[int]) -> Answer:
-        decision = classify_serial(
-            *(work.drafts, predicted, self.generated, self._max_tokens),
-            *(self.options.plan.draft_acceptance_threshold, self._end_tokens),
-        )
-        self._count_drafts(work, decision.accepted)
-        self.counters.count_serial_window(decision)
-        self.serial_width.update(decision)
-        valid = min(1 + decision.accepted, len(work.inputs))
-        return Answer(work, tuple(predicted[: decision.commit]), valid, accepted=decision.accepted)
-
-    def _verified(self, work: Work, predicted: Sequence[int], draft: Sequence[int] | None) -> Answer:
-        count = len(work.drafts)
-        decision = classify_window(work.drafts, predicted, self.generated, self._max_tokens, self._end_tokens)
-        self.counters.verify_windows += 1
-        self._count_drafts(work, decision.accepted)
-        self._check_native(work, predicted)
-        return Answer(
-            work,
-            tuple(predicted[: decision.commit]),
-            1 + decision.accepted,
-            full=not decision.rejected and decision.accepted == count and decision.commit == count + 1,
-            accepted=decision.accepted,
-            rejected=decision.rejected,
-            free=predicted[count] if len(predicted) > count else None,
-            draft=draft,
-        )
-
-    def _pipelined(self, work: Work, predicted: Sequence[int], draft: Sequence[int] | None) -> Answer:
-        epoch = self._epoch
-        if epoch is None or work.epoch != epoch.number:
-            raise ValueError(f"window {work.window} of epoch {work.epoch}, which is over")
-        count = len(work.drafts)
-        target = epoch.target_of(work, predicted)
-        threshold = self.options.plan.draft_acceptance_threshold
-        judged = classify_window(work.drafts, target, self.generated, self._max_tokens, self._end_tokens)
-        decision = under_threshold(judged, count, threshold)
-        met = threshold_met(judged.accepted, count, threshold)
-        full = met and not judged.rejected and judged.accepted == count
-        dependent = self._advance > 0 or epoch.candidates > 0
-        self._count_drafts(work, decision.accepted)
-        self.counters.count_pipelined_window(count, decision, full=full)
-        self._check_native(work, target)
-        epoch.accepted += decision.accepted
-        return Answer(
-            work,
-            target[: commit_of(count, decision.commit, full=full, dependent=dependent)],
-            # The current token is an input of the epoch's first window alone.
-            int(work.starts_epoch) + decision.accepted,
-            full=full,
-            accepted=decision.accepted,
-            rejected=judged.rejected,
-            free=target[count] if len(target) > count else None,
-            draft=draft,
-        )
-
-    def _check_native(self, work: Work, target: Sequence[int]) -> None:
-        self.sources.native.window_answer()
-        self.sources.native.check(work.drafts[: work.native], target)
-
-    def _count_drafts(self, work: Work, accepted: int) -> None:
-        native, tail = work.native, len(work.drafts) - work.native
-        if native:
-            self.counters.count_drafts(NATIVE_MTP, native, min(accepted, native))
-        if tail and accepted >= native:
-            self.counters.count_drafts(work.source, tail, accepted - native)
 
     def settle(self, answer: Answer, committed: int, *, stopped: bool) -> bool:
         """So many tokens of the answer are committed now; ``stopped`` when the text has ended with them.

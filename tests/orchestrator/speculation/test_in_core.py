@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from skippy_orchestrator import sessions
 from skippy_orchestrator.deployment import PrefillSection, PrefixCacheSection, SchedulerSection
 from skippy_orchestrator.deployment.speculation import NgramSection, SpeculationPlan, VerifyWindowSection
 from skippy_stage.errors import Cancelled
-from skippy_stage.protocol import DecodeStep, SamplingParams, VerifyStep
+from skippy_stage.protocol import DecodeStep, SamplingParams, VerifyStep, rows_of
 
 from tests.orchestrator.simulation import OFF, Simulation
 from tests.scripted import VOCAB, reference
@@ -125,6 +126,55 @@ def test_an_end_token_or_a_stop_string_inside_a_window(at: int, kind: str) -> No
     sim.check_empty()
     assert seen.finish_reason == "stop"
     assert seen.tokens == whole[: first + (kind == "stop")]
+
+
+class Pattern:
+    """Full windows of which so many drafts are right, in turn."""
+
+    name = "pattern"
+
+    def __init__(self, right: Sequence[int]) -> None:
+        self._right = itertools.cycle(right)
+        self._context: list[int] = []
+
+    def follow(self, context: Sequence[int]) -> None:
+        self._context = list(context)
+
+    def propose(self, suffix: Sequence[int], limit: int) -> list[int]:
+        tokens, right = reference([*self._context, *suffix], limit), next(self._right)
+        return [token if i < right else (token + 1) % VOCAB for i, token in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_kv_lengths_on_every_stage_after_any_pattern_of_rejections(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """D-29: no stage keeps the length that it hoped for; all hold what the last stage's answer left."""
+    monkeypatch.setattr(sessions, "make_proposer", lambda _: Pattern([0, 1, 4, 0, 3, 4, 4, 2]))
+    sim = Simulation(3)
+    seen = sim.submit(1, PROMPT, 60, speculation=plan(4, depth))
+    lengths: list[list[int]] = [[], [], []]
+    executed, cuts = [0, 0, 0], [0, 0, 0]
+    while not seen.ended:
+        for stage in range(3):
+            if not sim.advance(stage):
+                continue
+            header = [header for at, header in sim.headers if at == stage][executed[stage]]
+            executed[stage] += 1
+            for step in header.steps:
+                cached = sim.engines[stage].usage().cached.get(1, 0)
+                if isinstance(step, DecodeStep | VerifyStep) and cached:
+                    stale = step.epoch < sim.core._running[1].epoch if 1 in sim.core._running else True
+                    assert stale or cached == step.pos_start + rows_of(step), (stage, step)
+                    cuts[stage] += bool(lengths[stage]) and step.pos_start < lengths[stage][-1]
+                    lengths[stage].append(cached)
+    sim.check_empty()
+    assert seen.tokens == reference(PROMPT, 60)
+    assert seen.speculation is not None
+    assert seen.speculation.rejected_windows > 4
+    if depth == 1:
+        assert lengths[0] == lengths[1] == lengths[2]
+    assert min(cuts) > 4
 
 
 def test_real_ngrams_on_text_that_repeats() -> None:
