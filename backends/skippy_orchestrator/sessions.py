@@ -35,6 +35,7 @@ from skippy_stage.protocol import (
     rows_of,
 )
 
+from skippy_orchestrator.decoding import SessionDecoding
 from skippy_orchestrator.frames import StageReport
 from skippy_orchestrator.prefill import Chunk, PrefillMachine, PrefillTerms
 from skippy_orchestrator.prefix.outcome import CacheStats
@@ -45,7 +46,6 @@ from skippy_orchestrator.speculation.counters import SpeculationCounters
 from skippy_orchestrator.speculation.machine import DecodeMachine
 from skippy_orchestrator.speculation.options import NO_SPECULATION, SpeculationOptions, after_restore
 from skippy_orchestrator.speculation.proposers import make_proposer
-from skippy_orchestrator.speculation.work import Path
 
 SessionStep: TypeAlias = ProbeStep | RowStep
 """What a session sends on its way; controls ride along."""
@@ -126,11 +126,7 @@ class Session:
         self._prefix = SessionPrefix(request.prompt, request.max_tokens, OFF, 0.0)
         self._prefill: PrefillMachine | None = None
         self._in_flight: deque[SessionStep] = deque()
-        self._decoder: DecodeMachine | None = None
-        self._inputs: Sequence[int] = ()
-        """Tokens of the decode step that ``next_step`` gave last."""
-        self._awaited: tuple[int, int] | None = None
-        """Epoch and position of the step whose draft of the head is waited for."""
+        self._decoding: SessionDecoding | None = None
         self._opened = False
         self._computed = 0
 
@@ -165,18 +161,11 @@ class Session:
         return self._opened
 
     @property
-    def decoder(self) -> DecodeMachine | None:
-        """What decides about decode steps; None before the first token."""
-        return self._decoder
-
-    @property
     def wants_step(self) -> bool:
         """Whether a decode step could be sent now, as far as is known without asking."""
-        if self.phase is not Phase.DECODE or self._decoder is None:
+        if self.phase is not Phase.DECODE or self._decoding is None:
             return False
-        if not self._in_flight:
-            return not self._decoder.awaits_drafts
-        return self._decoder.may_send
+        return self._decoding.wants_step(in_flight=bool(self._in_flight))
 
     def is_stale(self, step: Step) -> bool:
         """Whether a step is a window whose answer no longer counts."""
@@ -205,8 +194,8 @@ class Session:
         if self.phase is Phase.PROBE and not self._in_flight:
             length = len(self._prefix.probe_tokens)
             return ProbeStep(session=self.id, epoch=self.epoch, length=length)
-        if self.phase is Phase.DECODE and self._decoder is not None:
-            return self._next_decode(self._decoder, room, now)
+        if self.phase is Phase.DECODE and self._decoding is not None:
+            return self._decoding.next_step(self.epoch, room, now)
         if self.phase is Phase.PREFILL and self._prefill is not None:
             chunk = self._prefill.next_chunk(room, now)
             if chunk is not None:
@@ -219,21 +208,6 @@ class Session:
                     lookahead=int(self.native_mtp and not chunk.sample and chunk.end < len(self._context)),
                 )
         return None
-
-    def _next_decode(self, decoder: DecodeMachine, room: int, now: float) -> RowStep | None:
-        work = decoder.next(now) if room >= decoder.most_rows else None
-        if work is None:
-            return None
-        self._inputs = work.inputs
-        if work.path is Path.SERIAL:
-            return DecodeStep(session=self.id, epoch=self.epoch, pos_start=work.pos_start)
-        return VerifyStep(
-            session=self.id,
-            epoch=self.epoch,
-            pos_start=work.pos_start,
-            rows=len(work.inputs),
-            window=work.window,
-        )
 
     def dispatch(self, step: SessionStep, now: float) -> Dispatched:
         """A step that ``next_step`` gave goes into a frame."""
@@ -257,7 +231,8 @@ class Session:
         if length:
             before.append(RestoreStep(session=self.id, epoch=self.epoch, length=length))
         if not isinstance(step, PrefillStep) or self._prefill is None:
-            return Dispatched(tuple(before), self._inputs, ())
+            inputs = self._decoding.inputs if self._decoding is not None else ()
+            return Dispatched(tuple(before), inputs, ())
         end = step.pos_start + step.rows
         self._prefill.dispatched(Chunk(step.pos_start, end, step.sample), now)
         if self._prefill.planned:
@@ -319,7 +294,7 @@ class Session:
         commit = self.commit(tokens, now)
         wish = self.request.speculation if self._prefix.cuts else NO_SPECULATION
         plan = after_restore(wish, keep_ngrams=self._prefix.keeps_ngrams)
-        self._decoder = DecodeMachine(
+        machine = DecodeMachine(
             SpeculationOptions(plan, native_mtp=self.native_mtp, draft_model=self.draft_model),
             self._context,
             self.n_prompt,
@@ -328,53 +303,47 @@ class Session:
             make_proposer(plan.ngram) if plan.ngram is not None else None,
             now,
         )
+        self._decoding = SessionDecoding(self.id, machine)
         return commit
 
     def _decoded(
         self, step: RowStep, status: StepOk | None, now: float, *, drafts_follow: bool
     ) -> Commit | None:
-        if self._decoder is None:
+        if self._decoding is None:
             raise ValueError(f"session {self.id}: a decode step before the first token")
-        awaited = self._decoder.awaits_head
-        predicted = status.tokens if status is not None else ()
-        answer = self._decoder.answered(predicted, None if drafts_follow and status is not None else (), now)
+        answer = self._decoding.answered(status, now, drafts_follow=drafts_follow)
         if not answer.commit:
             return None
         self._computed = max(self._computed, step.pos_start + answer.valid_inputs)
         commit = self.commit(answer.commit, now)
         ended = self.phase is Phase.ENDED
-        stale = self._decoder.settle(answer, len(commit.tokens), stopped=ended)
-        if self._decoder.awaits_head and not awaited:
-            self._awaited = step.epoch, step.pos_start
+        stale = self._decoding.settle(step, answer, len(commit.tokens), stopped=ended)
         if stale or (ended and self._in_flight):
             self.epoch += 1
         return commit
 
     def drafted(self, draft: Draft, now: float) -> None:
-        """The draft of the MTP head behind one of the session's steps; others than the one awaited are of no use."""
-        if self._decoder is None or (draft.epoch, draft.pos_start) != self._awaited:
-            return
-        self._awaited = None
-        # A plan's threshold may have committed less than the stage found right.
-        self._decoder.drafted(draft.tokens if draft.position == len(self._context) else (), now)
+        """The draft of the MTP head behind one of the session's steps."""
+        if self._decoding is not None:
+            self._decoding.drafted(draft, len(self._context), now)
 
     @property
     def wanted_drafts(self) -> int:
         """Tokens that the draft model is to draft behind the text before there is a next step; 0 for none."""
-        if self.phase is not Phase.DECODE or self._decoder is None:
+        if self.phase is not Phase.DECODE or self._decoding is None:
             return 0
-        return self._decoder.wanted_drafts()
+        return self._decoding.wanted_drafts
 
     def proposed(self, drafts: Sequence[int], now: float) -> None:
         """What the draft model expects behind the text; nothing when it has failed."""
-        if self.wanted_drafts and self._decoder is not None:
-            self._decoder.proposed(drafts, now)
+        if self.phase is Phase.DECODE and self._decoding is not None:
+            self._decoding.proposed(drafts, now)
 
     def lose_draft_model(self) -> None:
         """There is no draft model any more: the session goes on without."""
         self.draft_model = False
-        if self._decoder is not None:
-            self._decoder.sources.draft_model_lost()
+        if self._decoding is not None:
+            self._decoding.lose_draft_model()
 
     def commit(self, tokens: Sequence[int], now: float) -> Commit:
         """Commit tokens: the one place where they enter the context and an end is decided (spec 8.7).
@@ -405,7 +374,7 @@ class Session:
             text.append(self._text.flush())
             self.phase = Phase.ENDED
             cache = self._prefix.stats(now)
-            speculation = self._decoder.counters if self._decoder is not None else SpeculationCounters()
+            speculation = self._decoding.counters if self._decoding is not None else SpeculationCounters()
         span = "".join(text)
         return Commit(self.id, tuple(committed), span, self.finish_reason, cache, speculation)
 
