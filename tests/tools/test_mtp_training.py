@@ -92,6 +92,17 @@ def test_a_head_learns_and_is_measured(folder: Path) -> None:
     assert after.tokens_per_window == pytest.approx(1 + sum(after.right_by_position))
 
 
+def test_a_saved_head_can_learn_more(folder: Path, tmp_path: Path) -> None:
+    checkpoint, file = open_checkpoint(folder), tmp_path / "head.safetensors"
+    torch.manual_seed(3)
+    head = TrainedHead(checkpoint, DRAFTED)
+    head.save(file)
+    loaded = TrainedHead.load(file, checkpoint)
+    assert loaded.draft_tokens.tolist() == DRAFTED.tolist()
+    for name, value in head.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], value, atol=2e-3, rtol=2e-3)
+
+
 def test_windows_of_ngrams() -> None:
     assert ngram_windows_of([1, 2, 3, 4] * 6, 12, 3) == (3, 12)
     assert ngram_windows_of(list(range(24)), 12, 3) == (12, 12)

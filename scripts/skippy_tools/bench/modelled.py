@@ -82,8 +82,8 @@ class ModelledEngine:
             end = item.past + item.rows
             if item.logits and item.sequence not in self._periods:
                 self._periods[item.sequence] = period_of(text)
-            for i in range(item.logits - 1, -1, -1):
-                predicted.append(self._next(text, end - i, self._periods[item.sequence]))
+            period = self._periods.get(item.sequence, PERIOD)
+            predicted += [self._next(text, end - i, period) for i in range(item.logits - 1, -1, -1)]
             start += item.rows
         time.sleep(max(0.0, started + FRAME_S + ROW_S * start - time.monotonic()))
         if self.info.is_last:

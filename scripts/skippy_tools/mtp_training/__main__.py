@@ -37,6 +37,10 @@ def train_mtp_head(
     corpus: Annotated[
         Path | None, typer.Option(help="Keep the chats in this file, or take them from there.")
     ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(help="Begin with this head, trained here before, not with the model's last layer."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the chats and of training.")] = 1,
     quick: Annotated[
         bool, typer.Option("--quick", help="A few minutes in all, to see that it works.")
@@ -75,11 +79,14 @@ def train_mtp_head(
                     chats.save(corpus)
             learned, held_out = chats.split(0.1)
             checkpoint = open_checkpoint(locate(model))
-            tokens = frequent_tokens(
-                [learned.tokens, learned.predicted], vocabulary, checkpoint.config.vocab_size
-            )
             torch.manual_seed(seed)
-            head = TrainedHead(checkpoint, tokens)
+            if start is not None:
+                head = TrainedHead.load(start, checkpoint)
+            else:
+                tokens = frequent_tokens(
+                    [learned.tokens, learned.predicted], vocabulary, checkpoint.config.vocab_size
+                )
+                head = TrainedHead(checkpoint, tokens)
             training = bars.add_task("the head learns", total=1.0)
 
             def progress(done: float, loss: float) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from skippy_stage.weights import Checkpoint, rotary_frequencies
 from skippy_stage.weights.checkpoint import EMBEDDING, FINAL_NORM, HEAD, MTP_PREFIX
-from skippy_stage.weights.mtp_head import DRAFT_TOKENS
+from skippy_stage.weights.mtp_head import DRAFT_TOKENS, MtpHeadFile
 from torch.nn import functional
 
 _MATRICES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -100,15 +100,29 @@ class TrainedHead(torch.nn.Module):
         """``[..., draft tokens]``."""
         return functional.linear(rows, self._output)
 
+    @classmethod
+    def load(cls, path: Path, checkpoint: Checkpoint) -> TrainedHead:
+        """What ``save`` wrote, to learn more; raises for a head of another model, by the tensor's name."""
+        file = MtpHeadFile(path, checkpoint)
+        if file.draft_tokens is None:
+            raise ValueError(f"{path}: no draft vocabulary: it was not trained here")
+        head = cls(checkpoint, file.draft_tokens)
+        with torch.no_grad():
+            for name, value in head._tensors().items():
+                value.copy_(torch.from_numpy(np.array(file.tensor(name))))
+        return head
+
     def save(self, path: Path) -> None:
         """Write the head in 16 bits, under its published names."""
+        half = {name: value.detach().half().contiguous() for name, value in self._tensors().items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(half | {DRAFT_TOKENS: self.draft_tokens.int()}, path)
+
+    def _tensors(self) -> dict[str, torch.nn.Parameter]:
         names = {name: f"self_attn.{name}" if name[0] in "qkvo" else f"mlp.{name}" for name in _MATRICES}
         tensors = {f"{MTP_PREFIX}0.{names[name]}.weight": value for name, value in self.matrices.items()}
         tensors |= {f"{MTP_PREFIX}0.{name}.weight": value for name, value in self.norms.items()}
-        tensors[f"{MTP_PREFIX}0.input_proj.weight"] = self.join
-        half = {name: value.detach().half().contiguous() for name, value in tensors.items()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(half | {DRAFT_TOKENS: self.draft_tokens.int()}, path)
+        return tensors | {f"{MTP_PREFIX}0.input_proj.weight": self.join}
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return functional.rms_norm(x, x.shape[-1:], self.norms[name], self._config.rms_norm_eps)
