@@ -23,6 +23,8 @@ F32_TIE = 1e-3
 KINDS = {"suffix": (3, 32), "cache": (1, 4), "simple": (2, 8)}
 STAGES = (1, 2, 3)
 AT_ONCE = 4
+LINK_DELAY_MS = 5
+"""Of three stages: windows are on their way long enough to be many."""
 PLANS = "\n".join(
     f"""
 [speculation.plans.{kind}]
@@ -84,6 +86,9 @@ context_tokens = 2048
 [pipeline]
 stages = {request.param}
 weights = "f32"
+link_delay_ms = {LINK_DELAY_MS if request.param == 3 else 0}
+[scheduler]
+frames_per_link = 4
 [kv]
 tokens = 8192
 {PLANS}
@@ -114,12 +119,12 @@ def one_word(server: ServerProcess) -> Generation:
         return client.generate(ONE_WORD, max_tokens=64, speculation="off")
 
 
-def check(client: SkippyClient, ways: Sequence[Way], first: int = 0) -> int:
+def check(client: SkippyClient, ways: Sequence[Way], first: int = 0, at_once: int = AT_ONCE) -> int:
     """Every way with a prompt of its own, some at a time; returns the drafts that were right."""
     right = 0
     asked = [(CASES[i % len(CASES)], way.wish) for i, way in enumerate(ways, first)]
-    for start in range(0, len(asked), AT_ONCE):
-        some = asked[start : start + AT_ONCE]
+    for start in range(0, len(asked), at_once):
+        some = asked[start : start + at_once]
         results = generate_all(client, [{**case.request(), "speculation": wish} for case, wish in some])
         for (case, _), result in zip(some, results, strict=True):
             assert isinstance(result, Generation)
@@ -138,13 +143,19 @@ def test_the_array_covers_every_pair() -> None:
 
 def test_text_is_the_reference_over_every_pair_of_choices(client: SkippyClient, stages: int) -> None:
     assert check(client, [way for way in SOME if way.stages == stages], 7 * stages) > 0
+    in_flight = client.status().raw["speculation"]["in_flight"]
+    assert in_flight["max_in_flight"] >= 2
+    if stages == 3:
+        assert in_flight["max_in_flight"] == 4
+        assert in_flight["occupancy_s"][3] > 0
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_text_is_the_reference_over_all_choices_and_prompts(client: SkippyClient, stages: int) -> None:
     for way in ALL:
         if way.stages == stages:
-            check(client, [way] * len(CASES))
+            check(client, [way] * len(CASES), at_once=len(CASES))
 
 
 @two_stages
